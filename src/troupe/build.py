@@ -1,0 +1,63 @@
+"""Build what a config names: the algorithm with its network and vector, and the player with its environments."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import torch
+from gymnasium import spaces
+
+from troupe import envs
+from troupe.algos import algorithm_class
+from troupe.config import Config
+from troupe.nets import ActorCritic, NetSpec
+from troupe.parameters import Parameters
+from troupe.ports import Algorithm
+from troupe.roles.cargo import RolloutShape
+from troupe.roles.play import Player
+from troupe.seeding import Seeds
+
+
+def env_spec(config: Config) -> envs.EnvSpec:
+    """The environment that `config` names."""
+    return envs.EnvSpec(config.env, config.env_options, config.backend)
+
+
+def rollout_steps(config: Config) -> int:
+    """Steps each environment plays per rollout."""
+    return int(config.hyper["rollout_steps"])
+
+
+def build_algorithm(config: Config, observation: spaces.Space[Any], action: spaces.Space[Any]) -> Algorithm:
+    """The same in every process: one seed, one network."""
+    seeds = Seeds(config.seed)
+    torch.manual_seed(seeds.integer("weights"))  # a user's own module draws its weights from torch's stream
+    spec = NetSpec(config.net, config.activation, config.dropout, config.observation_scale)
+    network = ActorCritic(observation, action, spec)
+    parameters = Parameters(network, optimiser=config.optimiser)
+    kind = algorithm_class(config.algo)
+    hyper = msgspec.convert(config.hyper, kind.Config)
+    algorithm: Algorithm = kind(hyper, network, parameters, seeds.stream("learn"), config.envs * rollout_steps(config))
+    return algorithm
+
+
+def build_player(
+    config: Config, rank: int, incarnation: int, beat: Callable[[int], None] = lambda steps: None
+) -> Player:
+    """One worker's share of the environments, seeded by who it is."""
+    seeds = Seeds(config.seed)
+    threads = config.env_threads or max(1, (os.cpu_count() or 1) // config.workers)
+    rng = seeds.stream("envs", rank, incarnation)
+    made = envs.make(env_spec(config), config.envs // config.workers, rng=rng, threads=threads)
+    return Player(made, seeds.stream("play", rank, incarnation), beat=beat)
+
+
+def rollout_shape(config: Config, observation: spaces.Space[Any], action: spaces.Space[Any]) -> RolloutShape:
+    """What every rollout of this run looks like."""
+    dtype = str(envs.as_observation(observation.sample(), observation).dtype)
+    return RolloutShape(
+        rollout_steps(config), config.envs // config.workers, observation.shape or (), dtype, action.shape or ()
+    )

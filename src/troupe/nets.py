@@ -1,0 +1,182 @@
+"""Networks: a body by shape or of the user's own, and the heads that the algorithms need."""
+
+from __future__ import annotations
+
+import importlib
+import math
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from gymnasium import spaces
+from torch import Tensor, nn
+
+from troupe.errors import ConfigError
+from troupe.types import Array
+
+Activation = Literal["tanh", "relu", "elu"]
+_ACTIVATIONS: dict[str, type[nn.Module]] = {"tanh": nn.Tanh, "relu": nn.ReLU, "elu": nn.ELU}
+
+
+@dataclass(frozen=True)
+class NetSpec:
+    """What is asked of a network: `shape` is widths ("64x64") or the user's own "module:Class"."""
+
+    shape: str = "64x64"
+    activation: Activation = "tanh"
+    dropout: float = 0.0
+    observation_scale: tuple[float, ...] = ()  # fixed, per preset: a running one cannot be merged soundly
+
+
+def widths(shape: str) -> list[int]:
+    """`64x64` -> [64, 64]."""
+    parts = shape.split("x")
+    if not all(part.isdigit() and int(part) > 0 for part in parts):
+        raise ConfigError(f"--net {shape}: give widths such as 64x64, or your own module:Class")
+    return [int(part) for part in parts]
+
+
+def load_object(name: str, what: str) -> Any:
+    """The object that `module:name` stands for; ConfigError says which half is wrong."""
+    module_name, _, attribute = name.partition(":")
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as e:
+        if e.name and module_name.startswith(e.name):
+            raise ConfigError(f"{what} {name}: there is no module {e.name!r} to import here") from e
+        raise
+    try:
+        return getattr(module, attribute)
+    except AttributeError as e:
+        raise ConfigError(f"{what} {name}: module {module_name!r} has no {attribute!r}") from e
+
+
+def features(space: spaces.Space[Any]) -> int:
+    """How many numbers an observation is; refuses spaces that no body here can read."""
+    if isinstance(space, spaces.Box):
+        return math.prod(space.shape)
+    if isinstance(space, spaces.Discrete):
+        return int(space.n)
+    raise ConfigError(
+        f"observation space {type(space).__name__} is not supported: use Box or Discrete "
+        "(gymnasium.wrappers.FlattenObservation turns Dict and Tuple into Box)"
+    )
+
+
+class Read(nn.Module):
+    """Observation as it comes -> flat, scaled float32; Discrete becomes one-hot."""
+
+    scale: Tensor
+
+    def __init__(self, space: spaces.Space[Any], scale: tuple[float, ...]) -> None:
+        super().__init__()
+        size = features(space)
+        if scale and len(scale) not in (1, size):
+            raise ConfigError(f"observation_scale has {len(scale)} numbers, but an observation has {size}")
+        self.one_hot = size if isinstance(space, spaces.Discrete) else 0
+        self.start = int(space.start) if isinstance(space, spaces.Discrete) else 0
+        self.scaled = bool(scale)
+        self.register_buffer("scale", torch.tensor(scale or (1.0,)))
+
+    def forward(self, observations: Tensor) -> Tensor:
+        if self.one_hot:
+            return nn.functional.one_hot(observations.long() - self.start, self.one_hot).float()
+        flat = observations.flatten(1).float()
+        return flat * self.scale if self.scaled else flat
+
+
+def body(space: spaces.Space[Any], spec: NetSpec) -> tuple[nn.Module, int]:
+    """Observation -> features, and how many features."""
+    if ":" in spec.shape:
+        own = load_object(spec.shape, "--net")(space)
+        if not isinstance(own, nn.Module):
+            raise ConfigError(f"--net {spec.shape}: it made a {type(own).__name__}, not a torch.nn.Module")
+        sample = torch.from_numpy(np.asarray(space.sample())[None])
+        with torch.no_grad():
+            out = own(sample)
+        if out.ndim != 2 or out.shape[0] != 1:
+            raise ConfigError(f"--net {spec.shape}: [B, ...] observations must become [B, features], not {list(out.shape)}")
+        return own, int(out.shape[1])
+    layers: list[nn.Module] = [Read(space, spec.observation_scale)]
+    size = features(space)
+    for width in widths(spec.shape):
+        layers += [_linear(size, width, math.sqrt(2)), _ACTIVATIONS[spec.activation]()]
+        if spec.dropout:
+            layers.append(nn.Dropout(spec.dropout))
+        size = width
+    return nn.Sequential(*layers), size
+
+
+def _linear(inputs: int, outputs: int, gain: float) -> nn.Linear:
+    layer = nn.Linear(inputs, outputs)
+    nn.init.orthogonal_(layer.weight, gain)
+    nn.init.zeros_(layer.bias)
+    return layer
+
+
+class ActorCritic(nn.Module):
+    """A policy and a value network side by side; they share nothing but the vector."""
+
+    def __init__(self, observation: spaces.Space[Any], action: spaces.Space[Any], spec: NetSpec) -> None:
+        super().__init__()
+        self.continuous = isinstance(action, spaces.Box)
+        self.action_start = int(action.start) if isinstance(action, spaces.Discrete) else 0
+        outputs = action_size(action)
+        policy, size = body(observation, spec)
+        self.policy = nn.Sequential(policy, _linear(size, outputs, 0.01))  # near-uniform at the start
+        value, size = body(observation, spec)
+        self.value = nn.Sequential(value, _linear(size, 1, 1.0))
+        if self.continuous:
+            self.log_std = nn.Parameter(torch.zeros(outputs))
+
+    def values(self, observations: Tensor) -> Tensor:
+        """V(o), [N]."""
+        out: Tensor = self.value(observations)
+        return out.squeeze(-1)
+
+    def log_prob_entropy(self, observations: Tensor, actions: Tensor) -> tuple[Tensor, Tensor]:
+        """log pi(a|o) and the entropy of pi(.|o), [N] each."""
+        out: Tensor = self.policy(observations)
+        if self.continuous:
+            z = (actions - out) * torch.exp(-self.log_std)
+            log_prob = (-0.5 * z * z - self.log_std - 0.5 * math.log(2 * math.pi)).sum(-1)
+            entropy = (self.log_std + 0.5 * math.log(2 * math.pi * math.e)).sum().expand(len(out))
+            return log_prob, entropy
+        log_p = torch.log_softmax(out, -1)
+        chosen = log_p.gather(-1, (actions - self.action_start)[:, None]).squeeze(-1)
+        return chosen, -(log_p.exp() * log_p).sum(-1)
+
+    def act(self, observations: Array, rng: np.random.Generator, *, greedy: bool) -> tuple[Array, Array]:
+        """Actions and their log-probabilities; numpy samples, since the random stream is ours to save."""
+        with torch.inference_mode():
+            out = self.policy(torch.from_numpy(observations)).numpy()
+        if self.continuous:
+            return self._act_gaussian(out, rng, greedy=greedy)
+        out -= out.max(-1, keepdims=True)
+        weights = np.exp(out)
+        edges = weights.cumsum(-1)
+        if greedy:
+            chosen = out.argmax(-1)
+        else:
+            u = rng.random((len(out), 1), np.float32) * edges[:, -1:]
+            chosen = np.minimum((edges <= u).sum(-1), out.shape[-1] - 1)
+        log_probs = np.take_along_axis(out, chosen[:, None], -1)[:, 0] - np.log(edges[:, -1])
+        return chosen + self.action_start, log_probs
+
+    def _act_gaussian(self, mean: Array, rng: np.random.Generator, *, greedy: bool) -> tuple[Array, Array]:
+        log_std = self.log_std.detach().numpy()
+        z = np.zeros_like(mean) if greedy else rng.standard_normal(mean.shape, np.float32)
+        log_probs = (-0.5 * z * z - log_std - 0.5 * math.log(2 * math.pi)).sum(-1)
+        return mean + z * np.exp(log_std), log_probs.astype(np.float32)
+
+
+def action_size(space: spaces.Space[Any]) -> int:
+    """How many numbers the policy head gives; refuses spaces that no head here can act in."""
+    if isinstance(space, spaces.Discrete):
+        return int(space.n)
+    if isinstance(space, spaces.Box) and len(space.shape) == 1:
+        return int(space.shape[0])
+    raise ConfigError(
+        f"action space {space} is not supported: Discrete, or a flat Box for continuous actions, is what the agents act in"
+    )

@@ -1,0 +1,110 @@
+"""The vector: all weights of an agent in one flat float32 array, the optimiser's moments beside it, and a version."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Literal
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from troupe.types import Array, State
+
+PAD = 64  # floats; the fused kernels' vector and tail paths differ in the last bit, so no cut may fall inside a lane
+OptimiserName = Literal["adam", "rmsprop"]
+
+
+class Parameters:
+    """Weights, gradient and moments of `module` as flat vectors; the module's own parameters become views into them.
+
+    `version` counts the updates applied so far. `fingerprint` names the layout (layers, shapes, dtypes): two sides
+    whose fingerprints differ must not exchange vectors.
+    """
+
+    def __init__(self, module: nn.Module, *, optimiser: OptimiserName = "adam", epsilon: float = 1e-5) -> None:
+        named = list(module.named_parameters())
+        layout = [f"{name}:{tuple(p.shape)}:{p.dtype}" for name, p in named]
+        self.fingerprint = hashlib.sha256("\n".join(layout).encode()).hexdigest()[:16]
+        self.count = sum(p.numel() for _, p in named)
+        size = -(-self.count // PAD) * PAD
+        self.vector = torch.zeros(size)
+        self.gradient = torch.zeros(size)
+        offset = 0
+        for _, p in named:
+            view = self.vector[offset : offset + p.numel()].view(p.shape)
+            view.copy_(p.detach())
+            p.data = view
+            p.grad = self.gradient[offset : offset + p.numel()].view(p.shape)
+            offset += p.numel()
+        self.version = 0
+        self.learning_rate = 0.0
+        self.rejected = 0  # gradients that were not finite
+        self.moments = _moments(optimiser, size)
+        self._flat = nn.Parameter(self.vector)  # shares the vector's memory
+        self._flat.grad = self.gradient
+        self._optimiser = _optimiser(optimiser, self._flat, epsilon)
+        self._optimiser.state[self._flat] = self.moments
+
+    def clip_gradient(self, max_norm: float) -> float:
+        """Scale the whole gradient to at most `max_norm`, before anything slices it; its norm as it was."""
+        norm = float(torch.linalg.vector_norm(self.gradient))
+        if norm > max_norm:
+            self.gradient.mul_(max_norm / norm)
+        return norm
+
+    def apply(self) -> bool:
+        """One optimiser step with the gradient at hand; False, and nothing changed, where it is not finite."""
+        if not bool(torch.isfinite(self.gradient.sum())):  # one NaN would stay in the moments for ever
+            self.rejected += 1
+            return False
+        self._optimiser.param_groups[0]["lr"] = self.learning_rate
+        self._optimiser.step()
+        self.version += 1
+        return True
+
+    def weights(self) -> Array:
+        """A copy of the weights."""
+        return self.vector.numpy().copy()
+
+    def load_weights(self, weights: Array, version: int) -> None:
+        """Take over weights that another process made."""
+        self.vector.numpy()[:] = weights
+        self.version = version
+
+    @contextmanager
+    def lent(self, weights: Array) -> Iterator[None]:
+        """Use `weights` inside the block and the own ones again after it."""
+        own, version = self.weights(), self.version
+        self.load_weights(weights, version)
+        try:
+            yield
+        finally:
+            self.load_weights(own, version)
+
+    def state(self) -> State:
+        """Moments and version; the weights themselves lie beside it in a checkpoint."""
+        arrays = {f"moment.{name}": np.atleast_1d(m.numpy().copy()) for name, m in self.moments.items()}
+        return State(arrays, {"version": self.version, "fingerprint": self.fingerprint, "rejected": self.rejected})
+
+    def restore(self, weights: Array, state: State) -> None:
+        """Take over weights and what `state` returned; the layout must be the same."""
+        self.load_weights(weights, int(state.values["version"]))
+        for name, moment in self.moments.items():
+            moment.copy_(torch.from_numpy(state.arrays[f"moment.{name}"]).view(moment.shape))
+        self.rejected = int(state.values["rejected"])
+
+
+def _moments(name: OptimiserName, size: int) -> dict[str, Tensor]:
+    """The optimiser's state, made before its first step so that it can lie where we choose."""
+    if name == "adam":
+        return {"step": torch.tensor(0.0), "exp_avg": torch.zeros(size), "exp_avg_sq": torch.zeros(size)}
+    return {"step": torch.tensor(0.0), "square_avg": torch.zeros(size)}
+
+
+def _optimiser(name: OptimiserName, flat: nn.Parameter, epsilon: float) -> torch.optim.Optimizer:
+    if name == "adam":
+        return torch.optim.Adam([flat], lr=0.0, eps=epsilon, fused=True)
+    return torch.optim.RMSprop([flat], lr=0.0, alpha=0.99, eps=epsilon)

@@ -1,0 +1,109 @@
+"""The interfaces that the pipeline is cut along. An algorithm never knows which scheme runs it, a scheme never knows
+which transport carries it, and a transport never knows what it carries."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Protocol
+
+import numpy as np
+from torch import nn
+
+from troupe.parameters import Parameters
+from troupe.types import Array, Decision, Message, Metrics, Rollout, State, Step
+
+
+class Environments(Protocol):
+    """B environments stepped together."""
+
+    batch: int
+
+    def reset(self) -> Array:
+        """Begin an episode in every environment; the first observations, [B, ...]."""
+
+    def step(self, actions: Array) -> Step:
+        """One step of each. Raises EnvironmentFault when one raises or returns something not finite."""
+
+    def state(self) -> State | None:
+        """Enough to rebuild the open episodes exactly, or None where that cannot be done."""
+
+    def restore(self, state: State) -> Array:
+        """Rebuild the open episodes; the observations they stood at."""
+
+    def close(self) -> None: ...
+
+
+class Algorithm(Protocol):
+    """What is played and how it is learned from; arrays in, one flat gradient out."""
+
+    parameters: Parameters
+    network: nn.Module
+
+    def act(self, observations: Array, rng: np.random.Generator, *, greedy: bool = False) -> Decision:
+        """Choose actions for B observations. All randomness comes from `rng`."""
+
+    def remember(self, rollout: Rollout) -> None:
+        """Keep what was played."""
+
+    def batches(self) -> Iterator[object]:
+        """What to learn from now, one batch a gradient; empty until there is enough."""
+
+    def gradient(self, batch: object) -> Metrics:
+        """Leave the gradient of the loss on `batch` in `parameters.gradient`."""
+
+    def anneal(self, progress: float) -> None:
+        """Training is `progress` done, 0 to 1: set the schedules by it."""
+
+    def state(self) -> State:
+        """What remember and batches hold between two rollouts, random streams included."""
+
+    def restore(self, state: State) -> None: ...
+
+
+class Exchange(Protocol):
+    """What happens between a gradient and the next batch: the whole of a coordination scheme, seen from a worker."""
+
+    def __call__(self, parameters: Parameters) -> Metrics: ...
+
+
+class Ledger(Protocol):
+    """Where a learning role accounts for what it did."""
+
+    def played(self, rollout: Rollout, message: Message | None = None) -> None:
+        """A rollout was played here, or arrived in `message`, and will be learned from."""
+
+    def rejected(self, message: Message, why: str) -> None:
+        """A message was refused."""
+
+    def learned(self, metrics: Metrics) -> None:
+        """Gradients were made and applied; `metrics` is their mean."""
+
+    def spent(self, what: str, seconds: float) -> None:
+        """Time went into "play", "wait", "learn" or "send"."""
+
+    def progress(self) -> float:
+        """How much of the training is done, 0 to 1."""
+
+
+class Mailbox(Protocol):
+    """Messages from one role to another. Everything is bounded; every wait has a timeout."""
+
+    def send(self, to: str, message: Message, timeout_s: float) -> None:
+        """Blocks while the receiver is full, which is the back-pressure.
+
+        Raises PeerLost after `timeout_s`, BadMessage for what no receiver could ever hold.
+        """
+
+    def receive(self, timeout_s: float) -> Message | None:
+        """The next message, each delivered at most once and never torn; None after `timeout_s`."""
+
+    def publish(self, topic: str, message: Message) -> None:
+        """Replace what `topic` holds. Never blocks, whoever reads."""
+
+    def latest(self, topic: str) -> Message | None:
+        """The newest message of `topic`, if it is newer than the one this mailbox returned last; else None."""
+
+    def wait_latest(self, topic: str, timeout_s: float) -> Message | None:
+        """`latest`, waited for; None after `timeout_s`."""
+
+    def close(self) -> None: ...

@@ -1,0 +1,1 @@
+"""The roles: loops that fit on a screen, handed everything they need already built."""

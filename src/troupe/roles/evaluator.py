@@ -1,0 +1,153 @@
+"""Evaluator: play frozen weights on the reference environment with seeds that training never sees."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from troupe.envs import as_observation, to_action
+from troupe.errors import EnvironmentFault
+from troupe.ports import Algorithm, Mailbox
+from troupe.types import Array, Message
+
+UPPER_HALF = 2**31  # training seeds lie below it, evaluation seeds above: they can never meet
+ENOUGH_TO_JUDGE = 20  # episodes before an evaluation may be abandoned
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Scores of whole episodes, in the order they were begun."""
+
+    returns: Array
+    lengths: Array
+    complete: bool  # false: abandoned, since the goal was out of reach
+    seconds: float
+
+    @property
+    def mean(self) -> float:
+        return float(np.mean(self.returns))
+
+    @property
+    def sd(self) -> float:
+        return float(np.std(self.returns, ddof=1)) if len(self.returns) > 1 else 0.0
+
+    @property
+    def half_interval(self) -> float:
+        """Half of the 95 % interval of the mean (normal approximation)."""
+        return 1.96 * self.sd / math.sqrt(len(self.returns))
+
+
+def evaluation_seeds(rng: np.random.Generator, episodes: int) -> list[int]:
+    """One seed per episode, from the half that training never uses."""
+    return [int(seed) for seed in UPPER_HALF + rng.choice(UPPER_HALF, size=episodes, replace=False)]
+
+
+def evaluate(
+    algorithm: Algorithm,
+    make_env: Callable[[], Any],
+    seeds: list[int],
+    rng: np.random.Generator,
+    *,
+    greedy: bool = True,
+    give_up_below: float | None = None,
+    lanes: int = 32,
+    beat: Callable[[], None] = lambda: None,
+) -> Evaluation:
+    """One episode per seed, `lanes` of them side by side so that one network call serves all.
+
+    `give_up_below`: stop once the mean is two standard errors under it. Judged on the episodes begun first, all of them
+    ended: those that end first would be the short, bad ones.
+    """
+    begin = time.perf_counter()
+    returns = np.full(len(seeds), np.nan)
+    lengths = np.zeros(len(seeds), np.int64)
+    waiting = iter(range(len(seeds)))
+    playing: list[tuple[int, Any]] = []  # (episode, its environment)
+    envs = [make_env() for _ in range(min(lanes, len(seeds)))]
+    space, convert = envs[0].observation_space, to_action(envs[0].action_space)
+    observations: list[Array] = []
+    try:
+        for env, episode in zip(envs, waiting, strict=False):
+            playing.append((episode, env))
+            observations.append(_reset(env, seeds[episode], space))
+            returns[episode] = 0.0
+        judged = np.zeros(len(seeds), bool)
+        while playing:
+            beat()
+            actions = convert(algorithm.act(np.stack(observations), rng, greedy=greedy).actions)
+            for lane in range(len(playing) - 1, -1, -1):  # backwards, since finished lanes are taken out
+                episode, env = playing[lane]
+                observation, reward, terminated, truncated, _ = env.step(actions[lane])
+                returns[episode] += reward
+                lengths[episode] += 1
+                observations[lane] = as_observation(observation, space)
+                if not (terminated or truncated):
+                    continue
+                judged[episode] = True
+                following = next(waiting, None)
+                if following is None:
+                    del playing[lane], observations[lane]
+                else:
+                    playing[lane], returns[following] = (following, env), 0.0
+                    observations[lane] = _reset(env, seeds[following], space)
+            if give_up_below is not None and _hopeless(returns, judged, give_up_below):
+                break
+    finally:
+        for env in envs:
+            env.close()
+    done = int(np.argmin(judged)) if not judged.all() else len(seeds)
+    return Evaluation(returns[:done], lengths[:done], done == len(seeds), time.perf_counter() - begin)
+
+
+def _hopeless(returns: Array, judged: Array, goal: float) -> bool:
+    ended = len(judged) if judged.all() else int(np.argmin(judged))  # the longest row of ended episodes from the first
+    if ended < ENOUGH_TO_JUDGE or ended == len(judged):
+        return False
+    so_far = returns[:ended]
+    return float(so_far.mean() + 2 * so_far.std(ddof=1) / math.sqrt(ended)) < goal
+
+
+def _reset(env: Any, seed: int, space: Any) -> Array:
+    observation = as_observation(env.reset(seed=seed)[0], space)
+    if observation.dtype.kind == "f" and not np.isfinite(observation).all():
+        raise EnvironmentFault(f"{env} returned a number that is not finite in an observation of reset (seed {seed})")
+    return observation
+
+
+def evaluator(
+    algorithm: Algorithm,
+    make_env: Callable[[], Any],
+    mailbox: Mailbox,
+    rng: np.random.Generator,
+    *,
+    run: str,
+    incarnation: int,
+    greedy: bool,
+    beat: Callable[[], None] = lambda: None,
+) -> Iterator[None]:
+    """Each turn: evaluate the newest candidate, or wait a little for one."""
+    sequence = 1  # 0 would mean "not numbered"
+    while True:
+        beat()
+        candidate = mailbox.wait_latest("candidate", 0.1)
+        if candidate is not None:
+            weights, meta = candidate.arrays["weights"], candidate.meta
+            algorithm.parameters.load_weights(weights, candidate.version)
+            goal = float(meta["give_up_below"])
+            result = evaluate(
+                algorithm, make_env, evaluation_seeds(rng, int(meta["episodes"])), rng, greedy=greedy, beat=beat,
+                give_up_below=goal if math.isfinite(goal) else None,
+            )  # fmt: skip
+            answer = Message(
+                "evaluation", run, "evaluator", incarnation, sequence, candidate.version,
+                {"steps": meta["steps"], "complete": result.complete, "seconds": result.seconds},
+                {"weights": weights, "returns": result.returns, "lengths": result.lengths},
+            )  # fmt: skip
+            mailbox.send("desk", answer, timeout_s=30.0)
+            sequence += 1
+        yield

@@ -1,0 +1,49 @@
+"""Learner: merge rollouts as they come, learn, publish the weights."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+from troupe.errors import BadMessage
+from troupe.ports import Algorithm, Exchange, Ledger, Mailbox
+from troupe.roles.cargo import RolloutShape, pack_weights
+from troupe.roles.learn import learn
+
+
+def learner(
+    algorithm: Algorithm, exchange: Exchange, mailbox: Mailbox, ledger: Ledger, *, run: str, shape: RolloutShape
+) -> Iterator[None]:
+    """Each turn one rollout, or a short wait for one."""
+    parameters = algorithm.parameters
+    merged: dict[str, int] = {}  # rollouts of each sender's incarnation that were remembered
+    mailbox.publish("weights", pack_weights(parameters.weights(), run=run, version=parameters.version, learned={}))
+    while True:
+        begin = time.perf_counter()
+        message = mailbox.receive(timeout_s=0.1)
+        arrived = time.perf_counter()
+        ledger.spent("wait", arrived - begin)
+        if message is None:
+            yield
+            continue
+        try:
+            if message.run != run:
+                raise BadMessage(f"{message.sender} plays for run {message.run!r}, this is {run!r}")
+            rollout = shape.unpack(message)
+        except BadMessage as e:
+            ledger.rejected(message, str(e))
+            yield
+            continue
+        ledger.played(rollout, message)
+        merged[f"{message.sender}.{message.incarnation}"] = message.sequence
+        algorithm.anneal(ledger.progress())
+        algorithm.remember(rollout)
+        metrics = learn(algorithm, exchange)
+        learned = time.perf_counter()
+        ledger.spent("learn", learned - arrived)
+        if metrics:
+            ledger.learned(metrics)
+            news = pack_weights(parameters.weights(), run=run, version=parameters.version, learned=merged)
+            mailbox.publish("weights", news)
+            ledger.spent("send", time.perf_counter() - learned)
+        yield

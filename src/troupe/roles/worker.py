@@ -1,0 +1,27 @@
+"""Worker: actor and learner in one process."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+from troupe.ports import Algorithm, Exchange, Ledger
+from troupe.roles.learn import learn
+from troupe.roles.play import Player
+
+
+def worker(algorithm: Algorithm, exchange: Exchange, player: Player, ledger: Ledger, *, steps: int) -> Iterator[None]:
+    """Each turn: play, remember, learn."""
+    while True:
+        begin = time.perf_counter()
+        rollout = player.play(algorithm, steps)
+        played = time.perf_counter()
+        ledger.spent("play", played - begin)
+        ledger.played(rollout)
+        algorithm.anneal(ledger.progress())
+        algorithm.remember(rollout)
+        metrics = learn(algorithm, exchange)
+        ledger.spent("learn", time.perf_counter() - played)
+        if metrics:
+            ledger.learned(metrics)
+        yield
