@@ -52,7 +52,8 @@ def _machine() -> list[str]:
 def _parts() -> list[str]:
     lines = []
     for extra, (module, what) in EXTRAS.items():
-        here = importlib.util.find_spec(module) is not None
+        found = importlib.util.find_spec(module)
+        here = found is not None and found.origin is not None  # a mere folder of that name has no origin
         lines.append(f"{'optional' if not lines else '':<10} {extra:<12} {'ok     ' if here else 'missing'} {what}"
                      + ("" if here else f": pip install 'troupe[{extra}]'"))  # fmt: skip
     return lines

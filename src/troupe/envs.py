@@ -127,8 +127,10 @@ class Environments:
     ) -> None:
         self.batch = batch
         self.mode = mode
-        self.observation_space: spaces.Space[Any] = vector.single_observation_space
-        self.action_space: spaces.Space[Any] = vector.single_action_space
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # EnvPool makes its spaces here; what they round is not the user's doing
+            self.observation_space: spaces.Space[Any] = vector.single_observation_space
+            self.action_space: spaces.Space[Any] = vector.single_action_space
         self._vector, self._name, self._rng = vector, name, rng
         self._ended = np.zeros(batch, bool)
         self._all_valid = np.ones(batch, bool)
