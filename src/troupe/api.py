@@ -10,7 +10,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+import shutil
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -20,11 +21,11 @@ from troupe.build import build_algorithm, env_spec
 from troupe.checkpoints import Checkpoint
 from troupe.config import HELD_FIXED, Config, to_dict
 from troupe.envs import as_observation, make_reference, to_action
-from troupe.errors import ConfigError, RunDirError
-from troupe.launch import Outcome
+from troupe.errors import ConfigError, RunDirError, UserError
+from troupe.launch import Outcome, goal_of
 from troupe.launch import train as launch
+from troupe.resolve import check_pairs, resolve
 from troupe.resolve import flat as flat
-from troupe.resolve import resolve
 from troupe.roles.evaluator import Evaluation, evaluate, evaluation_seeds
 from troupe.rundir import RunDir, runs_root
 from troupe.seeding import Seeds
@@ -35,7 +36,7 @@ __all__ = ["Agent", "Outcome", "load", "resume", "train"]
 
 def train(env: str, *, fresh: bool = False, show: bool = False, **options: Any) -> Outcome:
     """Train an agent; `options` are those of `troupe train --help`, with underscores. The same name resumes."""
-    return train_config(resolve({"env": env, **options}), given=options, fresh=fresh, show=show)
+    return train_config(resolve({"env": env, **options}), given={"env", *options}, fresh=fresh, show=show)
 
 
 def train_config(config: Config, *, given: Iterable[str], fresh: bool, show: bool) -> Outcome:
@@ -46,26 +47,46 @@ def train_config(config: Config, *, given: Iterable[str], fresh: bool, show: boo
         known = set(given)
         return resume(name, show=show, **{key: value for key, value in flat(config).items() if key in known})
     config = resolve({**flat(config), "name": name})
+    facts = describe(config)  # whatever can be refused is refused here, before anything is on disk
     with RunDir.create(name, fresh=fresh) as run:
         run.write_config(to_dict(config))
-        describe(run, config)
-        return launch(config, run, resume=False, show=show)
+        run.write_manifest(facts)
+        try:
+            return launch(config, run, resume=False, show=show)
+        except UserError:
+            if not exists and run.load_latest() is None:  # it never began: nothing stays behind
+                shutil.rmtree(run.path, ignore_errors=True)
+            raise
 
 
 def resume(name: str, *, show: bool = False, **changes: Any) -> Outcome:
     """Go on with a run where its newest valid checkpoint stands."""
     run = RunDir.open(name)
     before = resolve(flat_dict(run))
-    config = resolve({**flat(before), **changes})
-    for key, value in flat(before).items():
-        if key in HELD_FIXED and flat(config)[key] != value:
-            raise ConfigError(
-                f"the run {run.name} was made with {key} = {value!r}: it cannot go on with {flat(config)[key]!r}; "
-                "take another --name, or --fresh to start again"
-            )
+    config = changed(run.name, before, changes)
+    describe(config)
     with run:
         run.write_config(to_dict(config))
         return launch(config, run, resume=True, show=show)
+
+
+def changed(name: str, before: Config, changes: Mapping[str, Any], *, strict: bool = True) -> Config:
+    """The config of the run `name` with `changes`; ConfigError where its weights could not go on with them."""
+    merged = {**flat(before), **changes}
+    for key in ("env", "algo"):  # first, since with another algorithm the other options would not be known
+        _check_fixed(name, key, getattr(before, key), merged[key])
+    config = resolve(merged, strict=strict)
+    for key in HELD_FIXED:
+        _check_fixed(name, key, flat(before)[key], flat(config)[key])
+    return config
+
+
+def _check_fixed(name: str, key: str, before: Any, after: Any) -> None:
+    if before != after:
+        raise ConfigError(
+            f"the run {name} was made with {key} = {before!r}: it cannot go on with {after!r}; "
+            "take another --name, or --fresh to start again"
+        )
 
 
 def flat_dict(run: RunDir) -> dict[str, Any]:
@@ -76,23 +97,28 @@ def flat_dict(run: RunDir) -> dict[str, Any]:
 
 def free_name(config: Config) -> str:
     """The first of env-algo-1, env-algo-2... that no run has."""
-    stem = "".join(c if c.isalnum() or c in "-_." else "-" for c in f"{config.env}-{config.algo}".lower())
+    text = f"{config.env}-{config.algo}".lower()
+    stem = "".join(c if c.isascii() and (c.isalnum() or c in "-_.") else "-" for c in text).lstrip("-_.")[-100:]
     number = 1
     while (runs_root() / f"{stem}-{number}").exists():
         number += 1
     return f"{stem}-{number}"
 
 
-def describe(run: RunDir, config: Config) -> None:
-    """The manifest: versions, machine, git state, seed, and the whole network."""
+def describe(config: Config) -> dict[str, Any]:
+    """What the manifest says of the config: seed, and the whole network. Refuses what no run could begin with."""
+    check_pairs(config)
     env = make_reference(env_spec(config))
-    algorithm = build_algorithm(config, env.observation_space, env.action_space)
-    env.close()
-    run.write_manifest({
+    try:
+        goal_of(config, env)
+        algorithm = build_algorithm(config, env.observation_space, env.action_space)
+    finally:
+        env.close()
+    return {
         "seed": config.seed, "env": config.env, "algo": config.algo, "scheme": config.scheme,
         "network": str(algorithm.network).splitlines(), "parameters": algorithm.parameters.count,
         "fingerprint": algorithm.parameters.fingerprint,
-    })  # fmt: skip
+    }  # fmt: skip
 
 
 class Agent:

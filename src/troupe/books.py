@@ -87,7 +87,7 @@ class Books:
 
     def learned(self, metrics: Metrics) -> None:
         """Keep the newest metrics for the next progress line."""
-        self.version += int(metrics.get("gradients", 0))
+        self.version += round(metrics.get("gradients", 0.0) * metrics.get("applied", 1.0))  # a refused one is no update
         self.losses = metrics
 
     def spent(self, what: str, seconds: float) -> None:

@@ -28,8 +28,7 @@ def train(env: str | None, options: dict[str, Any]) -> int:
         values["env"] = env
     config = resolve(values, strict=False)
     warn(config)
-    given = set(options)
-    outcome = api.train_config(config, given=given, fresh=fresh, show=not quiet)
+    outcome = api.train_config(config, given=set(values), fresh=fresh, show=not quiet)
     return report(outcome)
 
 
@@ -42,7 +41,7 @@ def resume(name: str | None, options: dict[str, Any]) -> int:
         raise ConfigError("troupe resume goes on with a run; to start again: troupe train ENV --name RUN --fresh")
     stored = RunDir.open(name)
     before = resolve(api.flat_dict(stored))
-    changed = resolve({**api.flat(before), **parsed(options)}, strict=False)
+    changed = api.changed(stored.name, before, parsed(options), strict=False)
     return report(api.resume(name, show=not quiet, **{k: api.flat(changed)[k] for k in options}))
 
 

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable, Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated as Option  # Option[type, Meta(...)]: the type checks, the description is the help text
+from typing import Any, Literal
 
 import msgspec
 from msgspec import Meta, Struct
 
 from troupe.errors import ConfigError
 from troupe.types import Scalar
-
-Option = Annotated  # Annotated[type, Meta(description=...)]: the type checks, the description is the help text
 
 
 class Config(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -8,6 +8,7 @@ import logging
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal
 
 import gymnasium
@@ -15,8 +16,8 @@ import numpy as np
 from gymnasium import spaces
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 
-from troupe.errors import ConfigError, EnvironmentFault, MissingExtra
-from troupe.nets import load_object
+from troupe.errors import ConfigError, EnvironmentFault, MissingExtra, last_line
+from troupe.nets import load_object, observation_dtype
 from troupe.seeding import rng_state, set_rng_state
 from troupe.types import Array, Scalar, State, Step
 
@@ -66,9 +67,9 @@ def make_reference(spec: EnvSpec, **more: Any) -> gymnasium.Env[Any, Any]:
     except ConfigError:
         raise
     except (ImportError, gymnasium.error.DependencyNotInstalled) as e:
-        raise MissingExtra(f"what {spec.name} needs ({_last_line(e)})", _extra(str(e))) from e
+        raise MissingExtra(f"what {spec.name} needs ({last_line(e)})", _extra(str(e))) from e
     except Exception as e:
-        raise EnvironmentFault(f"{spec.name} could not be made: {_last_line(e)}") from e
+        raise EnvironmentFault(f"{spec.name} could not be made: {last_line(e)}") from e
     if not isinstance(env, gymnasium.Env):
         raise ConfigError(f"{spec.name} made a {type(env).__name__}, not a gymnasium.Env")
     return env
@@ -76,11 +77,6 @@ def make_reference(spec: EnvSpec, **more: Any) -> gymnasium.Env[Any, Any]:
 
 def _extra(text: str) -> str:
     return next((extra for word, extra in _EXTRAS.items() if word in text.lower()), "all")
-
-
-def _last_line(e: BaseException) -> str:
-    text = str(e).strip().splitlines()
-    return f"{type(e).__name__}: {text[-1] if text else ''}".rstrip(": ")
 
 
 def envpool_has(spec: EnvSpec) -> bool:
@@ -137,7 +133,7 @@ class Environments:
         self._history = _OpenEpisodes(batch) if rng is not None else None
         self._convert = to_action(self.action_space)
         shape = self.observation_space.shape or ()
-        self._no_finals = (np.zeros(0, np.int64), np.zeros((0, *shape), _dtype(self.observation_space)))
+        self._no_finals = (np.zeros(0, np.int64), np.zeros((0, *shape), observation_dtype(self.observation_space)))
 
     def reset(self) -> Array:
         """Begin an episode in every environment."""
@@ -187,7 +183,7 @@ class Environments:
                 warnings.simplefilter("ignore")  # about spaces and deprecations: said once, at the start
                 return call()
         except Exception as e:  # whatever the user's environment may raise becomes one sentence that names it
-            raise EnvironmentFault(f"{self._name} raised in {verb}: {_last_line(e)}") from e
+            raise EnvironmentFault(f"{self._name} raised in {verb}: {last_line(e)}") from e
 
     def _checked(self, observations: Any, verb: str) -> Array:
         array = np.asarray(observations)
@@ -217,7 +213,7 @@ class Environments:
         observations = self._checked(self._call("reset", lambda: self._vector.reset(seed=seeds))[0], "reset").copy()
         for i, (env, past) in enumerate(zip(self._vector.envs, actions, strict=True)):
             for action in past:
-                observations[i] = env.step(action)[0]
+                observations[i] = self._call("step", partial(env.step, action))[0]
         self._ended = np.zeros(self.batch, bool)
         return observations
 
@@ -263,13 +259,9 @@ class _OpenEpisodes:
         return self._seeds, [[row[i] for row in self._rows[b:]] for i, b in enumerate(self._begun)]
 
 
-def _dtype(space: spaces.Space[Any]) -> Any:
-    return np.float32 if space.dtype == np.float64 else space.dtype
-
-
 def as_observation(value: Any, space: spaces.Space[Any]) -> Array:
     """An observation in the dtype that networks are fed."""
-    return np.asarray(value, _dtype(space))
+    return np.asarray(value, observation_dtype(space))
 
 
 def to_action(space: spaces.Space[Any]) -> Callable[[Array], Array]:

@@ -38,3 +38,9 @@ class PeerLost(TroupeError):
 
 class BadMessage(TroupeError):
     """A message that is malformed, too large or of the wrong shape; it was not delivered."""
+
+
+def last_line(e: BaseException) -> str:
+    """What somebody else's exception comes to, in one line for a sentence of ours."""
+    text = str(e).strip().splitlines()
+    return f"{type(e).__name__}: {text[-1] if text else ''}".rstrip(": ")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from troupe.config import nearest
@@ -52,7 +53,7 @@ def parse_goal(text: str, solved_at: float | None) -> Goal:
         number = _number(part, value)
         if kind == "score":
             score = number
-        elif number <= 0:
+        elif number <= 0 or (kind == "steps" and number < 1):
             raise ConfigError(f"--until {part}: the limit must be above 0")
         elif kind == "steps":
             steps = int(number)
@@ -63,6 +64,9 @@ def parse_goal(text: str, solved_at: float | None) -> Goal:
 
 def _number(part: str, value: str) -> float:
     try:
-        return float(value.replace("_", ""))
-    except ValueError as e:
-        raise ConfigError(f"--until {part}: {value!r} is not a number; write for example {part.split('=')[0]}=10") from e
+        number = float(value.replace("_", ""))
+    except ValueError:
+        number = math.nan
+    if not math.isfinite(number):
+        raise ConfigError(f"--until {part}: {value!r} is not a number; write for example {part.split('=')[0]}=10")
+    return number

@@ -29,7 +29,7 @@ from troupe.config import HELD_FIXED, Config, to_dict
 from troupe.envs import make_reference
 from troupe.errors import ConfigError, EnvironmentFault, TroupeError
 from troupe.eventfiles import with_event_files
-from troupe.goal import parse_goal
+from troupe.goal import Goal, parse_goal
 from troupe.journal import Journal
 from troupe.resolve import check_pairs
 from troupe.roles.evaluator import Evaluation
@@ -69,6 +69,12 @@ def train(config: Config, run: RunDir, *, resume: bool, show: bool = True) -> Ou
     return show_.perform(view)
 
 
+def goal_of(config: Config, env: Any) -> Goal:
+    """What `config` asks for; solved means what `env` itself says where the config does not."""
+    threshold = getattr(getattr(env, "spec", None), "reward_threshold", None)
+    return parse_goal(config.until, config.solved_at if config.solved_at is not None else threshold)
+
+
 class _Show:
     """One life of a run: its parts, its books, and the loop that keeps house between two turns of the main role."""
 
@@ -80,9 +86,7 @@ class _Show:
         self.early: list[tuple[str, dict[str, Any]]] = []  # journal lines from before the curtain rises
         self.signals = _Signals()
         env = make_reference(env_spec(config))
-        spec = getattr(env, "spec", None)
-        solved_at = config.solved_at if config.solved_at is not None else getattr(spec, "reward_threshold", None)
-        self.goal = parse_goal(config.until, solved_at)
+        self.goal = goal_of(config, env)
         self.algorithm = build_algorithm(config, env.observation_space, env.action_space)
         self.shape = rollout_shape(config, env.observation_space, env.action_space)
         env.close()

@@ -12,7 +12,7 @@ import torch
 from gymnasium import spaces
 from torch import Tensor, nn
 
-from troupe.errors import ConfigError
+from troupe.errors import ConfigError, last_line
 from troupe.types import Array
 
 Activation = Literal["tanh", "relu", "elu"]
@@ -40,6 +40,8 @@ def widths(shape: str) -> list[int]:
 def load_object(name: str, what: str) -> Any:
     """The object that `module:name` stands for; ConfigError says which half is wrong."""
     module_name, _, attribute = name.partition(":")
+    if not module_name or module_name.startswith(".") or not attribute:
+        raise ConfigError(f"{what} {name}: write it as module:Class")
     try:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as e:
@@ -89,15 +91,7 @@ class Read(nn.Module):
 def body(space: spaces.Space[Any], spec: NetSpec) -> tuple[nn.Module, int]:
     """Observation -> features, and how many features."""
     if ":" in spec.shape:
-        own = load_object(spec.shape, "--net")(space)
-        if not isinstance(own, nn.Module):
-            raise ConfigError(f"--net {spec.shape}: it made a {type(own).__name__}, not a torch.nn.Module")
-        sample = torch.from_numpy(np.asarray(space.sample())[None])
-        with torch.no_grad():
-            out = own(sample)
-        if out.ndim != 2 or out.shape[0] != 1:
-            raise ConfigError(f"--net {spec.shape}: [B, ...] observations must become [B, features], not {list(out.shape)}")
-        return own, int(out.shape[1])
+        return _own_body(space, spec.shape)
     layers: list[nn.Module] = [Read(space, spec.observation_scale)]
     size = features(space)
     for width in widths(spec.shape):
@@ -106,6 +100,29 @@ def body(space: spaces.Space[Any], spec: NetSpec) -> tuple[nn.Module, int]:
             layers.append(nn.Dropout(spec.dropout))
         size = width
     return nn.Sequential(*layers), size
+
+
+def _own_body(space: spaces.Space[Any], name: str) -> tuple[nn.Module, int]:
+    features(space)  # refuses what no observation batch can be made of
+    try:
+        own = load_object(name, "--net")(space)
+        if not isinstance(own, nn.Module):
+            raise ConfigError(f"--net {name}: it made a {type(own).__name__}, not a torch.nn.Module")
+        with torch.no_grad():
+            out = own(torch.from_numpy(np.stack([space.sample()] * 2).astype(observation_dtype(space))))
+    except ConfigError:
+        raise
+    except Exception as e:  # whatever the user's module may raise becomes one sentence that names it
+        raise ConfigError(f"--net {name} cannot be used: {last_line(e)}") from e
+    shape = list(out.shape) if isinstance(out, Tensor) else type(out).__name__
+    if not isinstance(out, Tensor) or out.ndim != 2 or out.shape[0] != 2:
+        raise ConfigError(f"--net {name}: observations [2, ...] must become features [2, F], not {shape}")
+    return own, int(out.shape[1])
+
+
+def observation_dtype(space: spaces.Space[Any]) -> Any:
+    """What networks are fed: doubles become floats, all else stays."""
+    return np.float32 if space.dtype == np.float64 else space.dtype
 
 
 def _linear(inputs: int, outputs: int, gain: float) -> nn.Linear:
@@ -129,6 +146,7 @@ class ActorCritic(nn.Module):
         self.value = nn.Sequential(value, _linear(size, 1, 1.0))
         if self.continuous:
             self.log_std = nn.Parameter(torch.zeros(outputs))
+        self.eval()  # dropout is for gradients alone, see roles/learn
 
     def values(self, observations: Tensor) -> Tensor:
         """V(o), [N]."""

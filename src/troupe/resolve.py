@@ -48,6 +48,9 @@ def resolve(given: Mapping[str, Any], *, strict: bool = True) -> Config:
     """The whole config from what the user gave, over the preset, over the defaults."""
     if "env" not in given:
         raise ConfigError("no environment was named: troupe train ENV, for example  troupe train CartPole-v1")
+    for key in ("env", "algo"):
+        if not isinstance(given.get(key, ""), str):
+            raise ConfigError(f"{key} {given[key]!r} is wrong: give a name")
     values = {**preset(given["env"], given.get("algo")), **given}
     own = hyper_class(values["algo"])
     return split(values, own, strict=strict)
@@ -63,7 +66,10 @@ def split(values: Mapping[str, Any], own: type[Any], *, strict: bool) -> Config:
                 f"{key!r} is not an option of troupe train with {values['algo']}{nearest(key, general | mine)} "
                 "('troupe train --help' lists them)"
             )
-    hyper = {**values.get("hyper", {}), **{key: value for key, value in values.items() if key in mine}}
+    nested = values.get("hyper", {})
+    if not isinstance(nested, Mapping):
+        raise ConfigError(f"hyper {nested!r} is wrong: give each option of {values['algo']} by its own name")
+    hyper = {**nested, **{key: value for key, value in values.items() if key in mine}}
     checked = convert(own, hyper, f"the options of {values['algo']}", strict=strict)
     rest = {key: value for key, value in values.items() if key in general}
     config: Config = convert(Config, {**rest, "hyper": msgspec.to_builtins(checked)}, "troupe train", strict=strict)
@@ -78,7 +84,10 @@ def load_toml(path: Path) -> dict[str, Any]:
         raise ConfigError(f"cannot read the config file {path}: {e.strerror}") from e
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as e:
         raise ConfigError(f"{path} is not a TOML file: {e}") from e
-    return {**{k: v for k, v in values.items() if k != "hyper"}, **values.get("hyper", {})}
+    own = values.pop("hyper", {})
+    if not isinstance(own, dict):
+        raise ConfigError(f"{path}: hyper is a table of the algorithm's options, not {own!r}")
+    return {**values, **own}
 
 
 def check_pairs(config: Config) -> None:

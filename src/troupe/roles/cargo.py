@@ -11,6 +11,11 @@ from troupe.errors import BadMessage
 from troupe.types import Array, Message, Rollout, Scalar
 
 _ARRAYS = tuple(name for name in Rollout.__slots__ if name != "version")
+_DTYPES = {
+    **dict.fromkeys(("terminated", "truncated", "valid"), "bool"),
+    **dict.fromkeys(("log_probs", "rewards", "episode_returns"), "float32"),
+    **dict.fromkeys(("final_index", "episode_lengths"), "int64"),
+}
 
 
 def pack_rollout(
@@ -44,12 +49,24 @@ class RolloutShape:
         for name, shape in expected.items():
             if message.arrays[name].shape != shape:
                 raise BadMessage(f"{message.sender}: {name} is {list(message.arrays[name].shape)}, not {list(shape)}")
+        for name, array in message.arrays.items():
+            if str(array.dtype) not in self._dtypes(name):
+                raise BadMessage(f"{message.sender}: {name} are {array.dtype}, not {' or '.join(self._dtypes(name))}")
         self._check_finals(message)
-        for name in ("observations", "final_observations", "log_probs", "rewards"):
-            array = message.arrays[name]
+        returns, lengths = message.arrays["episode_returns"], message.arrays["episode_lengths"]
+        if returns.ndim != 1 or returns.shape != lengths.shape:
+            raise BadMessage(f"{message.sender}: episode_returns {list(returns.shape)} and episode_lengths do not agree")
+        for name, array in message.arrays.items():
             if array.dtype.kind == "f" and not np.isfinite(array).all():
                 raise BadMessage(f"{message.sender}: {name} holds a number that is not finite")
         return Rollout(**dict(message.arrays), version=message.version)
+
+    def _dtypes(self, name: str) -> tuple[str, ...]:
+        if name in ("observations", "final_observations"):
+            return (self.observation_dtype,)
+        if name == "actions":
+            return ("float32",) if self.action else ("int64",)
+        return (_DTYPES[name],)
 
     def _check_finals(self, message: Message) -> None:
         index, finals = message.arrays["final_index"], message.arrays["final_observations"]
@@ -57,8 +74,6 @@ class RolloutShape:
             raise BadMessage(f"{message.sender}: final_index {list(index.shape)} and final_observations do not agree")
         if len(index) and not ((index >= 0) & (index < (self.steps, self.batch))).all():
             raise BadMessage(f"{message.sender}: final_index points outside the rollout")
-        if str(message.arrays["observations"].dtype) != self.observation_dtype:
-            raise BadMessage(f"{message.sender}: observations are {message.arrays['observations'].dtype}, not {self.observation_dtype}")
 
     def nbytes(self) -> int:
         """The most bytes that such a rollout can take, every step ending an episode."""

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from troupe.envs import as_observation, to_action
-from troupe.errors import EnvironmentFault
+from troupe.errors import EnvironmentFault, last_line
 from troupe.ports import Algorithm, Mailbox
 from troupe.types import Array, Message
 
@@ -82,11 +82,10 @@ def evaluate(
             actions = convert(algorithm.act(np.stack(observations), rng, greedy=greedy).actions)
             for lane in range(len(playing) - 1, -1, -1):  # backwards, since finished lanes are taken out
                 episode, env = playing[lane]
-                observation, reward, terminated, truncated, _ = env.step(actions[lane])
+                observations[lane], reward, ended = _step(env, actions[lane], space)
                 returns[episode] += reward
                 lengths[episode] += 1
-                observations[lane] = as_observation(observation, space)
-                if not (terminated or truncated):
+                if not ended:
                     continue
                 judged[episode] = True
                 following = next(waiting, None)
@@ -113,10 +112,32 @@ def _hopeless(returns: Array, judged: Array, goal: float) -> bool:
 
 
 def _reset(env: Any, seed: int, space: Any) -> Array:
-    observation = as_observation(env.reset(seed=seed)[0], space)
+    try:
+        observation = as_observation(env.reset(seed=seed)[0], space)
+    except Exception as e:  # whatever the user's environment may raise becomes one sentence that names it
+        raise EnvironmentFault(f"{_name(env)} raised in reset (seed {seed}): {last_line(e)}") from e
+    return _finite(observation, env, f"an observation of reset (seed {seed})")
+
+
+def _step(env: Any, action: Array, space: Any) -> tuple[Array, float, bool]:
+    try:
+        observation, reward, terminated, truncated, _ = env.step(action)
+        seen, reward = as_observation(observation, space), float(reward)
+    except Exception as e:
+        raise EnvironmentFault(f"{_name(env)} raised in step: {last_line(e)}") from e
+    if not math.isfinite(reward):
+        raise EnvironmentFault(f"{_name(env)} returned {reward} in a reward of step")
+    return _finite(seen, env, "an observation of step"), reward, bool(terminated or truncated)
+
+
+def _finite(observation: Array, env: Any, where: str) -> Array:
     if observation.dtype.kind == "f" and not np.isfinite(observation).all():
-        raise EnvironmentFault(f"{env} returned a number that is not finite in an observation of reset (seed {seed})")
+        raise EnvironmentFault(f"{_name(env)} returned a number that is not finite in {where}")
     return observation
+
+
+def _name(env: Any) -> str:
+    return env.spec.id if getattr(env, "spec", None) else type(env.unwrapped).__name__
 
 
 def evaluator(

@@ -13,7 +13,9 @@ def learn(algorithm: Algorithm, exchange: Exchange) -> Metrics:
     sums: dict[str, float] = defaultdict(float)
     gradients = 0
     for batch in algorithm.batches():
+        algorithm.network.train()  # dropout and the like: in gradients, never in what is played or valued
         metrics = algorithm.gradient(batch)
+        algorithm.network.eval()
         metrics |= exchange(algorithm.parameters)
         gradients += 1
         for name, value in metrics.items():
