@@ -68,7 +68,7 @@ def train_command(args: argparse.Namespace) -> list[str]:
     """Return the training command; the cap becomes Troupe's own time limit."""
     minutes = f"minutes={args.cap_s / 60:g}"
     until = minutes if args.no_stop or args.quality_episodes else f"solved,{minutes}"
-    goal = ["--goal", f"{args.goal:g}"] if args.goal is not None else []
+    goal = ["--solved-at", f"{args.goal:g}"] if args.goal is not None else []
     command = ["train", args.env, "--name", NAME, "--fresh", "--seed", str(args.seed), "--until", until, *goal]
     return [troupe_command(), *command]
 
@@ -86,7 +86,9 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="troupe-bench-") as runs:
         environment = os.environ | {"TROUPE_RUNS": runs}
         command = train_command(args)
-        subprocess.run(command, env=environment, check=True, stdin=subprocess.DEVNULL)
+        code = subprocess.run(command, env=environment, stdin=subprocess.DEVNULL, check=False).returncode
+        if code not in (0, 3):  # 3: the budget was spent before it was solved, which is a result too
+            raise SystemExit(f"{' '.join(command)} ended with exit code {code}")
         record: dict[str, Any] = {"peer": "troupe", "algo": "default", "env": args.env, "seed": args.seed}
         record |= {"goal": GOALS[args.env] if args.goal is None else args.goal, "cap_s": args.cap_s}
         record |= read_metrics(Path(runs) / NAME)

@@ -22,13 +22,14 @@ from troupe.checkpoints import Checkpoint
 from troupe.config import HELD_FIXED, Config, to_dict
 from troupe.envs import as_observation, make_reference, to_action
 from troupe.errors import ConfigError, RunDirError, UserError
-from troupe.launch import Outcome, goal_of
+from troupe.launch import Outcome, prepare
 from troupe.launch import train as launch
-from troupe.resolve import check_pairs, resolve
+from troupe.resolve import resolve
 from troupe.resolve import flat as flat
 from troupe.roles.evaluator import Evaluation, evaluate, evaluation_seeds
 from troupe.rundir import RunDir, runs_root
 from troupe.seeding import Seeds
+from troupe.supervisor import Supervisor
 from troupe.types import Array
 
 __all__ = ["Agent", "Outcome", "load", "resume", "train"]
@@ -39,35 +40,37 @@ def train(env: str, *, fresh: bool = False, show: bool = False, **options: Any) 
     return train_config(resolve({"env": env, **options}), given={"env", *options}, fresh=fresh, show=show)
 
 
-def train_config(config: Config, *, given: Iterable[str], fresh: bool, show: bool) -> Outcome:
+def train_config(
+    config: Config, *, given: Iterable[str], fresh: bool, show: bool, supervisor: Supervisor | None = None
+) -> Outcome:
     """Train what `config` says; a run of that name goes on with its own config, changed by what was `given`."""
     name = config.name or free_name(config)
     exists = (runs_root() / name / "manifest.json").exists()
     if exists and not fresh:
-        known = set(given)
-        return resume(name, show=show, **{key: value for key, value in flat(config).items() if key in known})
+        known = set(given) - {"name"}
+        return resume(name, show=show, supervisor=supervisor, **{key: value for key, value in flat(config).items() if key in known})
     config = resolve({**flat(config), "name": name})
-    facts = describe(config)  # whatever can be refused is refused here, before anything is on disk
+    prepared = prepare(config)  # whatever can be refused is refused here, before anything is on disk
     with RunDir.create(name, fresh=fresh) as run:
         run.write_config(to_dict(config))
-        run.write_manifest(facts)
+        run.write_manifest(prepared.facts())
         try:
-            return launch(config, run, resume=False, show=show)
+            return launch(prepared, run, resume=False, show=show, supervisor=supervisor)
         except UserError:
             if not exists and run.load_latest() is None:  # it never began: nothing stays behind
                 shutil.rmtree(run.path, ignore_errors=True)
             raise
 
 
-def resume(name: str, *, show: bool = False, **changes: Any) -> Outcome:
+def resume(name: str, *, show: bool = False, supervisor: Supervisor | None = None, **changes: Any) -> Outcome:
     """Go on with a run where its newest valid checkpoint stands."""
     run = RunDir.open(name)
     before = resolve(flat_dict(run))
     config = changed(run.name, before, changes)
-    describe(config)
+    prepared = prepare(config)
     with run:
         run.write_config(to_dict(config))
-        return launch(config, run, resume=True, show=show)
+        return launch(prepared, run, resume=True, show=show, supervisor=supervisor)
 
 
 def changed(name: str, before: Config, changes: Mapping[str, Any], *, strict: bool = True) -> Config:
@@ -103,22 +106,6 @@ def free_name(config: Config) -> str:
     while (runs_root() / f"{stem}-{number}").exists():
         number += 1
     return f"{stem}-{number}"
-
-
-def describe(config: Config) -> dict[str, Any]:
-    """What the manifest says of the config: seed, and the whole network. Refuses what no run could begin with."""
-    check_pairs(config)
-    env = make_reference(env_spec(config))
-    try:
-        goal_of(config, env)
-        algorithm = build_algorithm(config, env.observation_space, env.action_space)
-    finally:
-        env.close()
-    return {
-        "seed": config.seed, "env": config.env, "algo": config.algo, "scheme": config.scheme,
-        "network": str(algorithm.network).splitlines(), "parameters": algorithm.parameters.count,
-        "fingerprint": algorithm.parameters.fingerprint,
-    }  # fmt: skip
 
 
 class Agent:

@@ -10,7 +10,7 @@ import torch
 
 from troupe.build import build_algorithm, build_player, env_spec, rollout_steps
 from troupe.config import Config, convert, to_dict
-from troupe.envs import make_reference
+from troupe.envs import envpool_has, make_reference
 from troupe.pulse import Phase, Pulse
 from troupe.roles.actor import actor
 from troupe.roles.cargo import RolloutShape
@@ -21,10 +21,10 @@ from troupe.supervisor import Event, Supervisor
 from troupe.supervisor import Part as Process
 from troupe.transports.memory import MemoryHub, MemoryMailbox
 from troupe.transports.shared import HubMailbox, SharedHub, SharedMailbox
+from troupe.warmup import preloads
 
 EVALUATOR = Part("evaluator", 0)
 LIVES = 1000  # incarnations per life of a run: those of a resumed run never meet those before
-STARTS_ENVPOOL = ("torch", "gymnasium", "troupe.cast")
 
 Beat = Callable[[int], None]
 
@@ -110,12 +110,13 @@ class ProcessCast:
         shape: RolloutShape,
         weights_bytes: int,
         on_event: Callable[[Event], None],
+        supervisor: Supervisor | None = None,
     ) -> None:
         self._experience = SharedHub(shape.nbytes() * 5 // 4 if parts else 1 << 12, topics, down_bytes=1 << 12)
         self._desk = SharedHub(weights_bytes * 2, {"candidate": weights_bytes}, down_bytes=1 << 12, name="desk")
         self.learner, self.desk = self._experience.mailbox(), self._desk.mailbox()
-        preload = ["torch", "gymnasium", "troupe.cast", *_preloads(config)]
-        self.supervisor = Supervisor(on_event, step_timeout_s=config.step_timeout_s, preload=preload)
+        self.supervisor = supervisor or Supervisor(preload=preloads(envpool=envpool_has(env_spec(config))))
+        self.supervisor.listen(on_event, step_timeout_s=config.step_timeout_s)
         self._pulses: list[Pulse] = []
         for part in [*parts, EVALUATOR]:
             link = (self._desk if part is EVALUATOR else self._experience).connect(part.name)
@@ -151,13 +152,6 @@ class ProcessCast:
         self._desk.close()
         for pulse in self._pulses:
             pulse.close()
-
-
-def _preloads(config: Config) -> list[str]:
-    """What the environment's own package is worth importing once for all workers."""
-    from troupe.envs import envpool_has
-
-    return ["envpool"] if config.backend != "gymnasium" and envpool_has(env_spec(config)) else []
 
 
 class SerialCast:

@@ -14,6 +14,7 @@ import msgspec
 from troupe import __version__
 from troupe.config import Config, nearest
 from troupe.errors import ConfigError, TroupeError
+from troupe.warmup import warm_supervisor
 
 EPILOG = """\
 two commands to start with:
@@ -112,11 +113,11 @@ def _train_or_resume(parser: _Parser, given: list[str]) -> int:
         print(_train_help(command, rest))
         return 0
     subject, options = parse_options(command, rest)
-    from troupe import commands
+    with warm_supervisor(subject, options) as supervisor:
+        from troupe import commands
 
-    if command == "train":
-        return commands.train(subject, options)
-    return commands.resume(subject, options)
+        start = commands.train if command == "train" else commands.resume
+        return start(subject, options, supervisor)
 
 
 def parse_options(command: str, given: list[str]) -> tuple[str | None, dict[str, str | bool]]:

@@ -15,11 +15,12 @@ from troupe.errors import ConfigError
 from troupe.launch import Outcome
 from troupe.resolve import load_toml, resolve
 from troupe.rundir import RunDir
+from troupe.supervisor import Supervisor
 
 SENSIBLE_WORKERS_PER_CORE = 4
 
 
-def train(env: str | None, options: dict[str, Any]) -> int:
+def train(env: str | None, options: dict[str, Any], supervisor: Supervisor | None = None) -> int:
     """troupe train ENV [--options]."""
     fresh, quiet = bool(options.pop("fresh", False)), bool(options.pop("quiet", False))
     file = options.pop("config", None)
@@ -28,11 +29,11 @@ def train(env: str | None, options: dict[str, Any]) -> int:
         values["env"] = env
     config = resolve(values, strict=False)
     warn(config)
-    outcome = api.train_config(config, given=set(values), fresh=fresh, show=not quiet)
+    outcome = api.train_config(config, given=set(values), fresh=fresh, show=not quiet, supervisor=supervisor)
     return report(outcome)
 
 
-def resume(name: str | None, options: dict[str, Any]) -> int:
+def resume(name: str | None, options: dict[str, Any], supervisor: Supervisor | None = None) -> int:
     """troupe resume RUN [--options]."""
     if name is None:
         raise ConfigError("which run? troupe resume RUN, by its name or its path")
@@ -42,7 +43,7 @@ def resume(name: str | None, options: dict[str, Any]) -> int:
     stored = RunDir.open(name)
     before = resolve(api.flat_dict(stored))
     changed = api.changed(stored.name, before, parsed(options), strict=False)
-    return report(api.resume(name, show=not quiet, **{k: api.flat(changed)[k] for k in options}))
+    return report(api.resume(name, show=not quiet, supervisor=supervisor, **{k: api.flat(changed)[k] for k in options}))
 
 
 def parsed(options: dict[str, Any]) -> dict[str, Any]:

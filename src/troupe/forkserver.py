@@ -334,8 +334,10 @@ def _child(request: Fork, fds: list[int], kept_fds: set[int], server_pid: int) -
         for number in signal.valid_signals():
             with suppress(OSError, ValueError):  # SIGKILL and SIGSTOP
                 signal.signal(number, signal.SIG_DFL)
-        for number in (signal.SIGINT, signal.SIGTERM):  # to the whole group: the parent hears it and orders the stop
-            signal.signal(number, signal.SIG_IGN)
+        # To the whole group: the parent hears it and orders the stop. Not SIG_IGN, which exec would hand on: programs
+        # that an environment runs could not be terminated by it any more.
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, lambda *_: None)
         signal.signal(signal.SIGPIPE, signal.SIG_IGN)  # as Python has it: a broken pipe is an exception
         _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != server_pid:  # it died before the line above

@@ -32,12 +32,14 @@ from troupe.eventfiles import with_event_files
 from troupe.goal import Goal, parse_goal
 from troupe.journal import Journal
 from troupe.resolve import check_pairs
+from troupe.ports import Algorithm
+from troupe.roles.cargo import RolloutShape
 from troupe.roles.evaluator import Evaluation
 from troupe.roles.play import Player
 from troupe.rundir import RunDir
 from troupe.schemes import SCHEMES
 from troupe.schemes.scheme import Company
-from troupe.supervisor import Event
+from troupe.supervisor import Event, Supervisor
 from troupe.types import Array, Message, State
 
 START_TIMEOUT_S = 120.0
@@ -60,37 +62,63 @@ class Outcome:
     evaluation: panel.Evaluation | None  # of the final weights, or those that solved it
 
 
-def train(config: Config, run: RunDir, *, resume: bool, show: bool = True) -> Outcome:
-    """Train in `run`, whose lock is held, until the goal is met, a limit is reached or a signal comes."""
+@dataclass(frozen=True)
+class Prepared:
+    """All that can be built and refused before anything is on disk."""
+
+    config: Config
+    goal: Goal
+    algorithm: Algorithm
+    shape: RolloutShape
+
+    def facts(self) -> dict[str, Any]:
+        """What the manifest says of it: the seed, and the whole network."""
+        c, parameters = self.config, self.algorithm.parameters
+        return {
+            "seed": c.seed, "env": c.env, "algo": c.algo, "scheme": c.scheme, "parameters": parameters.count,
+            "network": str(self.algorithm.network).splitlines(), "fingerprint": parameters.fingerprint,
+        }  # fmt: skip
+
+
+def prepare(config: Config) -> Prepared:
+    """Build the agent and check everything that `config` asks for."""
     torch.set_num_threads(1)
     check_pairs(config)
-    show_ = _Show(config, run, resume=resume)
-    view = panel.Panel(show_.status) if show else None
-    return show_.perform(view)
+    env = make_reference(env_spec(config))
+    try:
+        threshold = getattr(env.spec, "reward_threshold", None)
+        goal = parse_goal(config.until, config.solved_at if config.solved_at is not None else threshold)
+        algorithm = build_algorithm(config, env.observation_space, env.action_space)
+        return Prepared(config, goal, algorithm, rollout_shape(config, env.observation_space, env.action_space))
+    finally:
+        env.close()
 
 
-def goal_of(config: Config, env: Any) -> Goal:
-    """What `config` asks for; solved means what `env` itself says where the config does not."""
-    threshold = getattr(getattr(env, "spec", None), "reward_threshold", None)
-    return parse_goal(config.until, config.solved_at if config.solved_at is not None else threshold)
+def train(
+    prepared: Prepared, run: RunDir, *, resume: bool, show: bool = True, supervisor: Supervisor | None = None
+) -> Outcome:
+    """Train in `run`, whose lock is held, until the goal is met, a limit is reached or a signal comes.
+
+    `supervisor`: one that was started early, so that its fork server imported while this process did.
+    """
+    played = _Show(prepared, run, resume=resume, supervisor=supervisor)
+    if not show:
+        return played.perform(None)
+    print(f"{prepared.algorithm.network}\n{prepared.algorithm.parameters.count:,} parameters", flush=True)
+    return played.perform(panel.Panel(played.status))
 
 
 class _Show:
     """One life of a run: its parts, its books, and the loop that keeps house between two turns of the main role."""
 
-    def __init__(self, config: Config, run: RunDir, *, resume: bool) -> None:
-        self.config, self.run = config, run
-        self.begun = time.monotonic()
+    def __init__(self, prepared: Prepared, run: RunDir, *, resume: bool, supervisor: Supervisor | None) -> None:
+        self.config, self.goal, self.algorithm = prepared.config, prepared.goal, prepared.algorithm
+        self.shape, self.run, self.supervisor = prepared.shape, run, supervisor
         self.events: deque[str] = deque(maxlen=20)
         self.heard: SimpleQueue[Event] = SimpleQueue()
         self.early: list[tuple[str, dict[str, Any]]] = []  # journal lines from before the curtain rises
         self.signals = _Signals()
-        env = make_reference(env_spec(config))
-        self.goal = goal_of(config, env)
-        self.algorithm = build_algorithm(config, env.observation_space, env.action_space)
-        self.shape = rollout_shape(config, env.observation_space, env.action_space)
-        env.close()
-        self.books = Books(self, self.goal, config.horizon, me="worker-0" if self._plays_here() else "learner")
+        self.books = Books(self, self.goal, self.config.horizon, me="worker-0" if self._plays_here() else "learner")
         self.journal: Journal | None = None
         self.last_evaluation: panel.Evaluation | None = None
         self.best = -math.inf
@@ -139,7 +167,7 @@ class _Show:
             return SerialCast(config, self.run.name, parts, life=self.books.life)
         return ProcessCast(
             config, self.run.name, parts, life=self.books.life, logs=self.run.logs, shape=self.shape,
-            topics=dict(SCHEMES[config.scheme]().topics(weights)), weights_bytes=weights, on_event=self.heard.put,
+            topics=dict(SCHEMES[config.scheme]().topics(weights)), weights_bytes=weights, on_event=self.heard.put, supervisor=self.supervisor,
         )  # fmt: skip
 
     # The loop --------------------------------------------------------------------------------------------------------

@@ -5,16 +5,20 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Literal
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.optim.adam import adam
+from torch.optim.rmsprop import rmsprop
 
 from troupe.types import Array, State
 
 PAD = 64  # floats; the fused kernels' vector and tail paths differ in the last bit, so no cut may fall inside a lane
 OptimiserName = Literal["adam", "rmsprop"]
+_MOMENTS = {"adam": ("exp_avg", "exp_avg_sq"), "rmsprop": ("square_avg",)}
 
 
 class Parameters:
@@ -42,11 +46,8 @@ class Parameters:
         self.version = 0
         self.learning_rate = 0.0
         self.rejected = 0  # gradients that were not finite
-        self.moments = _moments(optimiser, size)
-        self._flat = nn.Parameter(self.vector)  # shares the vector's memory
-        self._flat.grad = self.gradient
-        self._optimiser = _optimiser(optimiser, self._flat, epsilon)
-        self._optimiser.state[self._flat] = self.moments
+        self.moments = {name: torch.zeros(size) for name in _MOMENTS[optimiser]} | {"step": torch.tensor(0.0)}
+        self._step = partial(_adam if optimiser == "adam" else _rmsprop, self.vector, self.gradient, self.moments, epsilon)
 
     def clip_gradient(self, max_norm: float) -> float:
         """Scale the whole gradient to at most `max_norm`, before anything slices it; its norm as it was."""
@@ -60,8 +61,8 @@ class Parameters:
         if not bool(torch.isfinite(self.gradient.sum())):  # one NaN would stay in the moments for ever
             self.rejected += 1
             return False
-        self._optimiser.param_groups[0]["lr"] = self.learning_rate
-        self._optimiser.step()
+        with torch.no_grad():
+            self._step(self.learning_rate)
         self.version += 1
         return True
 
@@ -97,14 +98,19 @@ class Parameters:
         self.rejected = int(state.values["rejected"])
 
 
-def _moments(name: OptimiserName, size: int) -> dict[str, Tensor]:
-    """The optimiser's state, made before its first step so that it can lie where we choose."""
-    if name == "adam":
-        return {"step": torch.tensor(0.0), "exp_avg": torch.zeros(size), "exp_avg_sq": torch.zeros(size)}
-    return {"step": torch.tensor(0.0), "square_avg": torch.zeros(size)}
+# torch's optimisers by their functional interface: the same kernels, with state that lies where we choose. Their classes
+# import torch's compiler at the first call, which costs every process a second and 100 MB.
 
 
-def _optimiser(name: OptimiserName, flat: nn.Parameter, epsilon: float) -> torch.optim.Optimizer:
-    if name == "adam":
-        return torch.optim.Adam([flat], lr=0.0, eps=epsilon, fused=True)
-    return torch.optim.RMSprop([flat], lr=0.0, alpha=0.99, eps=epsilon)
+def _adam(vector: Tensor, gradient: Tensor, moments: dict[str, Tensor], epsilon: float, learning_rate: float) -> None:
+    adam(
+        [vector], [gradient], [moments["exp_avg"]], [moments["exp_avg_sq"]], [], [moments["step"]], fused=True,
+        amsgrad=False, beta1=0.9, beta2=0.999, lr=learning_rate, weight_decay=0.0, eps=epsilon, maximize=False,
+    )  # fmt: skip
+
+
+def _rmsprop(vector: Tensor, gradient: Tensor, moments: dict[str, Tensor], epsilon: float, learning_rate: float) -> None:
+    rmsprop(
+        [vector], [gradient], [moments["square_avg"]], [], [], [moments["step"]], foreach=False,
+        lr=learning_rate, alpha=0.99, eps=epsilon, weight_decay=0.0, momentum=0.0, centered=False,
+    )  # fmt: skip

@@ -92,7 +92,7 @@ class Supervisor:
 
     def __init__(
         self,
-        on_event: Callable[[Event], None],
+        on_event: Callable[[Event], None] = lambda event: None,
         *,
         step_timeout_s: float = 60.0,
         start_timeout_s: float = 60.0,
@@ -116,6 +116,11 @@ class Supervisor:
         self._changed = threading.Condition()  # guards everything above
         self._thread = threading.Thread(target=self._run, name="troupe-supervisor", daemon=True)
         self._thread.start()
+
+    def listen(self, on_event: Callable[[Event], None], *, step_timeout_s: float) -> None:
+        """Set what was not known yet when this was made early, before any part is started."""
+        with self._changed:
+            self._on_event, self._step_timeout_s = on_event, step_timeout_s
 
     def start(self, part: Part) -> None:
         """Have `part` running from now on."""
