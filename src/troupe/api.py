@@ -52,11 +52,11 @@ def train_config(
     config = resolve({**flat(config), "name": name})
     prepared = prepare(config)  # whatever can be refused is refused here, before anything is on disk
     with RunDir.create(name, fresh=fresh) as run:
-        run.write_config(to_dict(config))
-        run.write_manifest(prepared.facts())
         try:
+            run.write_config(to_dict(config))
+            run.write_manifest(prepared.facts())
             return launch(prepared, run, resume=False, show=show, supervisor=supervisor)
-        except UserError:
+        except (UserError, OSError):
             if not exists and run.load_latest() is None:  # it never began: nothing stays behind
                 shutil.rmtree(run.path, ignore_errors=True)
             raise

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Protocol
@@ -11,6 +12,7 @@ import torch
 from troupe.build import build_algorithm, build_player, env_spec, rollout_steps
 from troupe.config import Config, convert, to_dict
 from troupe.envs import envpool_has, make_reference
+from troupe.errors import EnvironmentFault, TroupeError
 from troupe.pulse import Phase, Pulse
 from troupe.roles.actor import actor
 from troupe.roles.cargo import RolloutShape
@@ -24,6 +26,7 @@ from troupe.transports.shared import HubMailbox, SharedHub, SharedMailbox
 from troupe.warmup import preloads
 
 EVALUATOR = Part("evaluator", 0)
+NEVER_PLAYED = 4  # losses of each worker, without one step by any, after which trying again is no use
 LIVES = 1000  # incarnations per life of a run: those of a resumed run never meet those before
 
 Beat = Callable[[int], None]
@@ -116,12 +119,18 @@ class ProcessCast:
         self._desk = SharedHub(weights_bytes * 2, {"candidate": weights_bytes}, down_bytes=1 << 12, name="desk")
         self.learner, self.desk = self._experience.mailbox(), self._desk.mailbox()
         self.supervisor = supervisor or Supervisor(preload=preloads(envpool=envpool_has(env_spec(config))))
-        self.supervisor.listen(on_event, step_timeout_s=config.step_timeout_s)
+        self._on_event = on_event
+        self._losses: Counter[str] = Counter()
+        self._given_up: set[str] = set()
+        self._players: dict[str, Pulse] = {}
+        self.supervisor.listen(self._hear, step_timeout_s=config.step_timeout_s)
         self._pulses: list[Pulse] = []
         for part in [*parts, EVALUATOR]:
             link = (self._desk if part is EVALUATOR else self._experience).connect(part.name)
             pulse = Pulse.create()
             self._pulses.append(pulse)
+            if part is not EVALUATOR:
+                self._players[part.name] = pulse
             payload = {
                 "role": part.role, "rank": part.rank, "run": run, "first": life * LIVES, "link": dict(link.spec),
                 "config": to_dict(config),
@@ -131,6 +140,18 @@ class ProcessCast:
             self.supervisor.start(
                 Process(part.name, "troupe.cast:enter", payload, link.fds, pulse, log, essential=essential)
             )
+
+    def _hear(self, event: Event) -> None:
+        """From the supervisor's thread: pass it on, and see whether anybody is left who can play."""
+        self._on_event(event)
+        if event.part not in self._players:
+            return
+        self._losses[event.part] += event.kind == "lost"
+        self._given_up |= {event.part} if event.kind == "given_up" else set()
+        if all(self._losses[name] >= NEVER_PLAYED and not p.read().steps for name, p in self._players.items()):
+            self.supervisor.fail(EnvironmentFault(f"no worker ever got to play a step: {event.cause}"))
+        elif self._given_up == set(self._players):
+            self.supervisor.fail(TroupeError(f"every worker was given up: {event.cause}\n{event.traceback}"))
 
     def wait_ready(self, timeout_s: float) -> None:
         """Until every process has built what it needs."""

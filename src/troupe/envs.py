@@ -182,7 +182,7 @@ class Environments:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # about spaces and deprecations: said once, at the start
                 return call()
-        except Exception as e:  # whatever the user's environment may raise becomes one sentence that names it
+        except (Exception, SystemExit) as e:  # whatever the user's environment may raise becomes one sentence that names it
             raise EnvironmentFault(f"{self._name} raised in {verb}: {last_line(e)}") from e
 
     def _checked(self, observations: Any, verb: str) -> Array:

@@ -41,6 +41,7 @@ from troupe.schemes import SCHEMES
 from troupe.schemes.scheme import Company
 from troupe.supervisor import Event, Supervisor
 from troupe.types import Array, Message, State
+from troupe.watchdog import WatchedEnvironments
 
 START_TIMEOUT_S = 120.0
 STOP_TIMEOUT_S = 5.0  # for children to end by themselves
@@ -158,7 +159,19 @@ class _Show:
         player = build_player(self.config, 0, self.books.life * LIVES)
         if self.play_state is not None and not player.restore(self.play_state):
             self.say("open episodes cannot be rebuilt with this back end: they begin anew, all else is exact")
+        player.envs = WatchedEnvironments(player.envs, self.config.step_timeout_s, self._hung)
         return player
+
+    def _hung(self, verb: str) -> None:
+        """From the watchdog's thread: the main one will not come back, and the fork server ends what it started."""
+        waited = f"{self.config.env} did not return from {verb} within {self.config.step_timeout_s:g} s"
+        with suppress(Exception):
+            self.write("end", reason=waited, exit_code=EnvironmentFault.exit_code)
+            if self.journal:
+                self.journal.flush()
+            sys.stderr.write(f"troupe: {waited}: if it is only slow, allow more with --step-timeout-s\n")
+            sys.stderr.flush()
+        os._exit(EnvironmentFault.exit_code)
 
     def _cast(self) -> Cast:
         config, parts = self.config, SCHEMES[self.config.scheme]().parts(self.config)
@@ -175,7 +188,7 @@ class _Show:
     def perform(self, view: panel.Panel | None) -> Outcome:
         """From the first process to the last."""
         with self.signals.caught():
-            cast = self._cast()
+            cast, player = self._cast(), None
             try:
                 player = self._player()
                 cast.wait_ready(START_TIMEOUT_S)
@@ -186,6 +199,8 @@ class _Show:
                 raise _users_own(e) from e
             finally:
                 cast.stop(STOP_TIMEOUT_S)
+                if player:
+                    player.envs.close()
                 self._drain_events()
                 if self.journal:
                     self.journal.close()

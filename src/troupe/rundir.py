@@ -100,6 +100,8 @@ class RunDir:
             for folder in _FOLDERS:
                 (self.path / folder).mkdir(mode=0o700, exist_ok=True)
         except BaseException:
+            if not emptied:  # made by us a moment ago: nothing of anybody's is in it
+                shutil.rmtree(self.path, ignore_errors=True)
             self.release()
             raise
 

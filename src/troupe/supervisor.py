@@ -144,6 +144,12 @@ class Supervisor:
         if self._failure is not None:
             raise self._failure
 
+    def fail(self, error: TroupeError) -> None:
+        """End the run: `check` and `wait_ready` raise `error` from now on, unless something else came before it."""
+        with self._changed:
+            self._failure = self._failure or error
+            self._changed.notify_all()
+
     def pids(self) -> dict[str, int]:
         """The processes that run now."""
         with self._changed:
