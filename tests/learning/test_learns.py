@@ -1,0 +1,48 @@
+"""Every algorithm learns CartPole in every scheme, with its preset, as the reference environment sees it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import gymnasium
+import numpy as np
+import pytest
+
+from troupe import api
+from troupe.algos import ALGORITHMS
+from troupe.schemes import SCHEMES
+
+ENV = "CartPole-v1"
+BEST = 500.0
+EPISODES = 100
+STEPS = 600_000  # of training: several times what each of them takes
+SEED = 1
+
+
+@pytest.fixture(scope="module")
+def random_score() -> float:
+    """What choosing at random earns; about 22."""
+    env, returns = gymnasium.make(ENV), []
+    env.action_space.seed(SEED)
+    for episode in range(EPISODES):
+        env.reset(seed=episode)
+        total, over = 0.0, False
+        while not over:
+            _, reward, terminated, truncated, _ = env.step(env.action_space.sample())
+            total, over = total + float(reward), terminated or truncated
+        returns.append(total)
+    env.close()
+    return float(np.mean(returns))
+
+
+@pytest.mark.parametrize("algo", sorted(ALGORITHMS))
+@pytest.mark.parametrize("scheme", sorted(SCHEMES))
+def test_cartpole_is_learned(
+    algo: str, scheme: str, random_score: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TROUPE_RUNS", str(tmp_path))
+    outcome = api.train(ENV, algo=algo, scheme=scheme, seed=SEED, name="run", until=f"solved,steps={STEPS}")
+    score = api.load("run").evaluate(EPISODES, seed=SEED + 1).mean  # other episodes than those that ended the training
+    assert 15 < random_score < 30
+    assert score > random_score + 0.8 * (BEST - random_score)
+    assert outcome.met, f"{algo} in {scheme} did not solve it in {STEPS:,} steps: {outcome.evaluation}"

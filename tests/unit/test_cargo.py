@@ -1,0 +1,145 @@
+"""Rollouts and weights as messages: what comes out is what went in, and anything else is refused by name."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from troupe.errors import BadMessage
+from troupe.roles.cargo import RolloutShape, pack_rollout, pack_weights
+from troupe.transports.codec import decode, encode, encoded_size
+from troupe.types import Array, Message, Rollout
+
+T, B = 3, 2
+SHAPE = RolloutShape(T, B, (4,), "float32", ())
+IMAGES = RolloutShape(16, 8, (84, 84), "uint8", ())
+NUMBERS = RolloutShape(4, 1, (), "int64", ())
+CONTINUOUS = RolloutShape(2, 2, (3,), "float32", (2,))
+SHAPES = [SHAPE, IMAGES, NUMBERS, CONTINUOUS]
+
+
+def rollout(shape: RolloutShape = SHAPE, ends: int = 2) -> Rollout:
+    rng = np.random.default_rng(0)
+    grid = (shape.steps, shape.batch)
+    actions = rng.normal(size=(*grid, *shape.action)).astype(np.float32) if shape.action else rng.integers(3, size=grid)
+
+    def observations(*count: int) -> Array:
+        return (100 * rng.random((*count, *shape.observation))).astype(shape.observation_dtype)
+
+    return Rollout(
+        observations=observations(shape.steps + 1, shape.batch),
+        actions=actions,
+        log_probs=rng.normal(size=grid).astype(np.float32),
+        rewards=rng.normal(size=grid).astype(np.float32),
+        terminated=rng.random(grid) < 0.5,
+        truncated=rng.random(grid) < 0.5,
+        valid=np.ones(grid, bool),
+        final_index=np.stack(np.unravel_index(np.arange(ends), grid), 1).astype(np.int64),
+        final_observations=observations(ends),
+        version=17,
+        episode_returns=rng.normal(size=ends).astype(np.float32),
+        episode_lengths=rng.integers(9, size=ends),
+    )
+
+
+def message(one: Rollout | None = None) -> Message:
+    return pack_rollout(one or rollout(), run="r", sender="actor-1", incarnation=2, sequence=9, meta={"play_s": 0.5})
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("ends", [0, 2])
+def test_a_rollout_arrives_as_it_was_sent(shape: RolloutShape, ends: int) -> None:
+    sent = rollout(shape, ends)
+    packed = message(sent)
+    assert (packed.kind, packed.run, packed.sender) == ("rollout", "r", "actor-1")
+    assert (packed.incarnation, packed.sequence, packed.version, packed.meta) == (2, 9, 17, {"play_s": 0.5})
+    arrived = shape.unpack(decode(b"".join(encode(packed))))
+    assert arrived.version == 17
+    for name in Rollout.__slots__:
+        if name != "version":
+            found, expected = getattr(arrived, name), getattr(sent, name)
+            assert (found.dtype, found.shape) == (expected.dtype, expected.shape), name
+            np.testing.assert_array_equal(found, expected, err_msg=name)
+
+
+def with_array(name: str, array: Array) -> Message:
+    good = message()
+    return replace(good, arrays={**good.arrays, name: array})
+
+
+GRID = ("log_probs", "rewards", "terminated", "truncated", "valid", "actions")
+
+
+@pytest.mark.parametrize("name", [*GRID, "observations"])
+def test_an_array_of_another_shape_is_refused_and_named(name: str) -> None:
+    array = getattr(rollout(), name)
+    for bad in (array[:-1], array[:, :1], array[..., None], array.ravel()):
+        with pytest.raises(BadMessage, match=rf"^actor-1: {name} is \["):
+            SHAPE.unpack(with_array(name, bad))
+
+
+@pytest.mark.parametrize("name", [*GRID, "observations", "final_observations", "final_index", "episode_returns"])
+def test_an_array_of_another_dtype_is_refused_and_named(name: str) -> None:
+    array = getattr(rollout(), name)
+    with pytest.raises(BadMessage, match=rf"^actor-1: {name} are float64, not "):
+        SHAPE.unpack(with_array(name, array.astype(np.float64)))
+
+
+@pytest.mark.parametrize("name", ["observations", "final_observations", "log_probs", "rewards", "episode_returns"])
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_a_number_that_is_not_finite_is_refused_and_named(name: str, value: float) -> None:
+    array = getattr(rollout(), name).copy()
+    array.flat[-1] = value
+    with pytest.raises(BadMessage, match=rf"^actor-1: {name} holds a number that is not finite"):
+        SHAPE.unpack(with_array(name, array))
+
+
+def test_a_continuous_action_that_is_not_finite_is_refused() -> None:
+    shape = RolloutShape(T, B, (4,), "float32", (2,))
+    one = rollout(shape)
+    one.actions[0, 0, 0] = np.nan
+    with pytest.raises(BadMessage, match="actions holds a number that is not finite"):
+        shape.unpack(message(one))
+
+
+@pytest.mark.parametrize(
+    ("name", "array", "why"),
+    [
+        ("final_index", np.array([[0, 0]]), "do not agree"),
+        ("final_index", np.array([0, 1]), "do not agree"),
+        ("final_index", np.zeros((2, 3), np.int64), "do not agree"),
+        ("final_observations", np.zeros((2, 5), np.float32), "do not agree"),
+        ("final_index", np.array([[0, 0], [T, 0]]), "points outside"),
+        ("final_index", np.array([[0, 0], [0, B]]), "points outside"),
+        ("final_index", np.array([[0, 0], [-1, 0]]), "points outside"),
+        ("episode_returns", np.zeros(3, np.float32), "do not agree"),
+        ("episode_returns", np.zeros((2, 1), np.float32), "do not agree"),
+        ("episode_lengths", np.zeros(0, np.int64), "do not agree"),
+    ],
+)
+def test_arrays_that_do_not_agree_are_refused(name: str, array: Array, why: str) -> None:
+    with pytest.raises(BadMessage, match=f"^actor-1: .*{why}"):
+        SHAPE.unpack(with_array(name, array))
+
+
+def test_arrays_that_are_missing_or_too_many_are_refused() -> None:
+    good = message()
+    fewer = {name: array for name, array in good.arrays.items() if name != "valid"}
+    for arrays in (fewer, {**good.arrays, "more": np.zeros(1)}, {}):
+        with pytest.raises(BadMessage, match="actor-1: a rollout has the arrays"):
+            SHAPE.unpack(replace(good, arrays=arrays))
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_rollout_never_takes_more_bytes_than_was_said(shape: RolloutShape) -> None:
+    everything_ends = rollout(shape, ends=shape.steps * shape.batch)
+    assert encoded_size(message(everything_ends)) <= shape.nbytes()
+
+
+def test_weights_travel_with_their_version_and_what_was_learned() -> None:
+    weights = np.arange(5, dtype=np.float32)
+    packed = decode(b"".join(encode(pack_weights(weights, run="r", version=3, learned={"actor-0.1": 12}))))
+    assert (packed.kind, packed.sender, packed.version, packed.meta) == ("weights", "learner", 3, {"actor-0.1": 12})
+    np.testing.assert_array_equal(packed.arrays["weights"], weights)
