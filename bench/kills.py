@@ -93,10 +93,12 @@ def main() -> int:
     evals = [event for event in events if event["kind"] == "eval" and event["complete"]]
     record = {
         "command": " ".join(["troupe", *command]), "killed": killed, "replaced": len(seconds),
-        "replaced_s_median": statistics.median(seconds) if seconds else None, "replaced_s_max": max(seconds, default=None),
+        "replaced_s_median": statistics.median(seconds) if seconds else None,
+        "replaced_s_max": max(seconds, default=None),
         "exit_code": train.returncode, "final_mean": evals[-1]["mean"] if evals else None,
         "reached_goal_at_s": next((event["t"] for event in evals if event["mean"] >= given.goal), None),
-        "steps": next((e["steps"] for e in reversed(events) if e["kind"] == "end"), None), "ledger": next((e["ledger"] for e in reversed(events) if "ledger" in e), None),
+        "steps": next((e["steps"] for e in reversed(events) if e["kind"] == "end"), None),
+        "ledger": next((e["ledger"] for e in reversed(events) if "ledger" in e), None),
     }  # fmt: skip
     given.out.parent.mkdir(parents=True, exist_ok=True)
     given.out.write_text(json.dumps(record, indent=1) + "\n")

@@ -24,13 +24,15 @@ BRANCHES = {
     "roles": "types errors seeding ports envs",  # loops: are handed an algorithm and a mailbox already built
     "schemes": "types errors parameters ports config roles",
     "transports": "types errors ports region",  # carry messages, whatever is in them
-    "forkserver": "errors",
-    "supervisor": "errors pulse forkserver",  # keeps processes alive, whatever they do
+    "forkwire": "",
+    "forkserver": "errors forkwire",
+    "supervisor": "errors pulse forkwire forkserver",  # keeps processes alive, whatever they do
     "presets": "",
 }
 # The house, where the branches meet; lowest first, and each row sees everything below it.
 HOUSE = (
-    "resolve build books panel eventfiles watchdog warmup",
+    "resolve build books panel eventfiles watchdog warmup signals",
+    "reviews",
     "cast",
     "launch",
     "api",

@@ -1,10 +1,10 @@
 """The Python API, of the same shape as the command line.
 
-    import troupe
+import troupe
 
-    outcome = troupe.train("CartPole-v1", seed=1, fresh=True, name="mine")
-    agent = troupe.load("mine")
-    action = agent.act(observation)
+outcome = troupe.train("CartPole-v1", seed=1, fresh=True, name="mine")
+agent = troupe.load("mine")
+action = agent.act(observation)
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from troupe.envs import as_observation, make_reference, to_action
 from troupe.errors import ConfigError, RunDirError, UserError
 from troupe.launch import Outcome, prepare
 from troupe.launch import train as launch
-from troupe.resolve import resolve
 from troupe.resolve import flat as flat
+from troupe.resolve import resolve
 from troupe.roles.evaluator import Evaluation, evaluate, evaluation_seeds
 from troupe.rundir import RunDir, runs_root
 from troupe.seeding import Seeds
@@ -48,7 +48,12 @@ def train_config(
     exists = (runs_root() / name / "manifest.json").exists()
     if exists and not fresh:
         known = set(given) - {"name"}
-        return resume(name, show=show, supervisor=supervisor, **{key: value for key, value in flat(config).items() if key in known})
+        return resume(
+            name,
+            show=show,
+            supervisor=supervisor,
+            **{key: value for key, value in flat(config).items() if key in known},
+        )
     config = resolve({**flat(config), "name": name})
     prepared = prepare(config)  # whatever can be refused is refused here, before anything is on disk
     with RunDir.create(name, fresh=fresh) as run:
@@ -127,7 +132,9 @@ class Agent:
         array = as_observation(observation, self.observation_space)
         shape = self.observation_space.shape or ()
         if array.shape not in (shape, (*array.shape[:1], *shape)):
-            raise ConfigError(f"an observation of {self.config.env} is {list(shape)}, or a batch of them, not {list(array.shape)}")
+            raise ConfigError(
+                f"an observation of {self.config.env} is {list(shape)}, or a batch of them, not {list(array.shape)}"
+            )
         one = array.shape == shape
         actions: Array = self._algorithm.act(array[None] if one else array, self._rng, greedy=greedy).actions
         taken = self._convert(actions)
@@ -142,7 +149,7 @@ class Agent:
 
 
 def load(run: str | os.PathLike[str], *, which: str = "best") -> Agent:
-    """The agent of a run: its best evaluated weights, or with which="latest" the newest; the other where one is absent."""
+    """A run's agent: its best evaluated weights, or the newest with which="latest"; where one is absent, the other."""
     if which not in ("best", "latest"):
         raise ConfigError(f"which={which!r}: there are 'best' and 'latest'")
     found = RunDir.open(run)

@@ -54,6 +54,7 @@ class Books:
         self.losses: Metrics = {}
         self.steps_per_s = 0.0
         self._begun = time.monotonic()
+        self._ended: float | None = None
         self._marks: deque[tuple[float, int]] = deque(maxlen=6)  # (seconds, steps), a second apart
         self._before: dict[str, dict[str, float]] = {}
         self._next_line = 0.0
@@ -104,9 +105,13 @@ class Books:
         """The curtain rises: the training clock starts here."""
         self._begun = time.monotonic()
 
+    def stop(self) -> None:
+        """The training clock stops: what follows is not training."""
+        self._ended = time.monotonic()
+
     def seconds(self) -> float:
         """Training time, over all lives of the run."""
-        return self.seconds_before + time.monotonic() - self._begun
+        return self.seconds_before + (self._ended or time.monotonic()) - self._begun
 
     def mean(self) -> float | None:
         """The mean return of the last training episodes."""
@@ -127,7 +132,8 @@ class Books:
             return
         self._next_line = now + PROGRESS_S
         self._marks.append((now, self.steps))
-        (then, before), elapsed = self._marks[0], now - self._marks[0][0]
+        then, before = self._marks[0]
+        elapsed = now - then
         self.steps_per_s = (self.steps - before) / elapsed if elapsed > 0 else self.steps / now if now > 0 else 0.0
         mean = self.mean()
         if mean is not None:
@@ -137,7 +143,7 @@ class Books:
             "progress", steps=self.steps, version=self.version, episodes=self.episodes, return_mean=mean,
             return_window=len(self.window), steps_per_s=round(self.steps_per_s, 1), progress=round(self.progress(), 4),
             lag_median=self.lag(0.5), lag_p95=self.lag(0.95), waiting_on=self.waiting_on(), ledger=dict(self.ledger),
-            workers={name: {**_rounded(shares), "steps": self.contributed[name]} for name, shares in self._before.items()},
+            workers={n: {**_rounded(s), "steps": self.contributed.get(n, 0)} for n, s in self._before.items()},
             metrics=_rounded(self.losses),
         )  # fmt: skip
 

@@ -13,6 +13,7 @@ from troupe.build import build_algorithm, build_player, env_spec, rollout_steps
 from troupe.config import Config, convert, to_dict
 from troupe.envs import envpool_has, make_reference
 from troupe.errors import EnvironmentFault, TroupeError
+from troupe.ports import Mailbox
 from troupe.pulse import Phase, Pulse
 from troupe.roles.actor import actor
 from troupe.roles.cargo import RolloutShape
@@ -22,7 +23,7 @@ from troupe.seeding import Seeds
 from troupe.supervisor import Event, Supervisor
 from troupe.supervisor import Part as Process
 from troupe.transports.memory import MemoryHub, MemoryMailbox
-from troupe.transports.shared import HubMailbox, SharedHub, SharedMailbox
+from troupe.transports.shared import SharedHub, SharedMailbox
 from troupe.warmup import preloads
 
 EVALUATOR = Part("evaluator", 0)
@@ -35,8 +36,13 @@ Beat = Callable[[int], None]
 class Cast(Protocol):
     """The parts beside the main process, and the mailboxes it has towards them."""
 
-    learner: HubMailbox | MemoryMailbox  # experience arrives here, weights are published here
-    desk: HubMailbox | MemoryMailbox  # candidates are published here, evaluations arrive here
+    @property
+    def learner(self) -> Mailbox:
+        """Experience arrives here, weights are published here."""
+
+    @property
+    def desk(self) -> Mailbox:
+        """Candidates are published here, evaluations arrive here."""
 
     def wait_ready(self, timeout_s: float) -> None:
         """Until everyone is in place."""
@@ -56,7 +62,7 @@ def perform(
         return _evaluator(config, run, mailbox, incarnation, beat)
     player = build_player(config, part.rank, incarnation, beat)
     algorithm = build_algorithm(config, player.envs.observation_space, player.envs.action_space)
-    lag = getattr(algorithm, "lag_rollouts", 0) if config.overlap else 0
+    lag = algorithm.lag_rollouts if config.overlap else 0
     return actor(
         algorithm, player, mailbox, run=run, name=part.name, incarnation=incarnation, steps=rollout_steps(config),
         lag_rollouts=lag, send_timeout_s=config.step_timeout_s,

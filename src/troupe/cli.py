@@ -26,6 +26,13 @@ exit codes: 0 the goal was met, 2 something was wrong with what was asked, 3 the
 """
 
 
+EXTRA_OPTIONS = {
+    "--fresh": "start the run of this name again",
+    "--quiet": "no panel",
+    "--config FILE": "options from a TOML file, such as a run's config.toml",
+}
+
+
 class _Parser(argparse.ArgumentParser):
     """argparse whose errors are one sentence."""
 
@@ -104,7 +111,7 @@ def _count(text: str) -> int:
     return int(text)
 
 
-# train and resume: their options are the config's fields, and the algorithm's --------------------------------------------
+# train and resume: their options are the config's fields, and the algorithm's ----------------------------------------
 
 
 def _train_or_resume(parser: _Parser, given: list[str]) -> int:
@@ -122,7 +129,8 @@ def _train_or_resume(parser: _Parser, given: list[str]) -> int:
 
 def parse_options(command: str, given: list[str]) -> tuple[str | None, dict[str, str | bool]]:
     """`ENV --workers 2 --no-overlap --net=64x64` -> ENV and {option: text}; what they mean is checked elsewhere."""
-    subject, options = None, {}
+    subject: str | None = None
+    options: dict[str, str | bool] = {}
     words = iter(given)
     for word in words:
         if not word.startswith("--"):
@@ -168,7 +176,14 @@ def _kind(annotated: Any) -> str:
         described = next(t for t in described.types if not isinstance(t, msgspec.inspect.NoneType))
     if isinstance(described, msgspec.inspect.LiteralType):
         return "|".join(str(v) for v in described.values)
-    names = {"BoolType": "flag", "IntType": "N", "FloatType": "X", "StrType": "TEXT", "DictType": "K=V,...", "VarTupleType": "X,X,..."}
+    names = {
+        "BoolType": "flag",
+        "IntType": "N",
+        "FloatType": "X",
+        "StrType": "TEXT",
+        "DictType": "K=V,...",
+        "VarTupleType": "X,X,...",
+    }
     return names.get(type(described).__name__, "VALUE")
 
 
@@ -187,15 +202,16 @@ def _train_help(command: str, rest: list[str]) -> str:
 
     subject, options = parse_options(command, [word for word in rest if word not in ("-h", "--help")])
     if command == "resume":
-        head = "usage: troupe resume RUN [--options]\n\nGo on where the newest valid checkpoint stands; options change what may change.\n"
+        head = "usage: troupe resume RUN [--options]\n\nGo on where the newest valid checkpoint stands.\n"
         values: dict[str, Any] = {"env": "CartPole-v1", **{k: v for k, v in options.items() if k == "algo"}}
     else:
-        head = "usage: troupe train ENV [--options]\n\nTrain an agent. The same --name resumes; --fresh starts that run again.\n"
+        head = (
+            "usage: troupe train ENV [--options]\n\nTrain an agent. The same --name resumes, --fresh starts it again.\n"
+        )
         values = {"env": subject or "any", **{k: v for k, v in options.items() if k == "algo"}}
     config = resolve(values)
     lines = [head, f"options (defaults for {subject or 'an environment without a preset'}):"]
-    lines += ["  --fresh                       start the run of this name again", "  --quiet                       no panel",
-              "  --config FILE                 options from a TOML file, such as a run's config.toml"]  # fmt: skip
+    lines += [f"  {option:<29} {about}" for option, about in EXTRA_OPTIONS.items()]
     for field in msgspec.structs.fields(Config):
         if field.name not in ("env", "hyper"):
             lines.append(_help_line(field, getattr(config, field.name)))
@@ -209,4 +225,8 @@ def _help_line(field: Any, default: Any) -> str:
     kind, name = _kind(field.type), field.name.replace("_", "-")
     option = f"--[no-]{name}" if kind == "flag" else f"--{name} {kind}"
     shown = "" if default in ("", (), {}, None) else f" (default {json.dumps(default)})"
-    return f"  {option:<29} {_description(field.type)}{shown}" if len(option) < 29 else f"  {option}\n{'':32}{_description(field.type)}{shown}"
+    return (
+        f"  {option:<29} {_description(field.type)}{shown}"
+        if len(option) < 29
+        else f"  {option}\n{'':32}{_description(field.type)}{shown}"
+    )

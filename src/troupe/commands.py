@@ -79,7 +79,11 @@ def warn(config: Config) -> None:
 def report(outcome: Outcome) -> int:
     """The last lines of a run."""
     e = outcome.evaluation
-    figure = f"eval {e.mean:.1f} ± {e.sd:.1f} ({e.episodes} episodes, 95 % {e.low:.1f} to {e.high:.1f})" if e else "no evaluation"
+    figure = (
+        f"eval {e.mean:.1f} ± {e.sd:.1f} ({e.episodes} episodes, 95 % {e.low:.1f} to {e.high:.1f})"
+        if e
+        else "no evaluation"
+    )
     words = {"solved": "solved", "limit": "goal reached" if outcome.met else "budget spent before the goal was met"}
     print(f"{words.get(outcome.reason, outcome.reason)}: {figure} · {outcome.seconds:.1f} s · {outcome.steps:,} steps")
     print(f"run {outcome.run} · play it: troupe play {outcome.run} · go on: troupe resume {outcome.run}")

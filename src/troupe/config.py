@@ -19,9 +19,9 @@ class Config(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     env: Option[str, Meta(description="a Gymnasium id, or your own environment as module:Class")]
     env_options: Option[dict[str, Scalar], Meta(description="keyword arguments of the environment, key=value,...")] = {}
-    backend: Option[
-        Literal["auto", "envpool", "gymnasium"], Meta(description="what simulates it while training")
-    ] = "auto"
+    backend: Option[Literal["auto", "envpool", "gymnasium"], Meta(description="what simulates it while training")] = (
+        "auto"
+    )
     algo: Option[str, Meta(description="the algorithm")] = "ppo"
     scheme: Option[str, Meta(description="where the pipeline is cut")] = "actor-learner"
     via: Option[str, Meta(description="the transport: what carries messages over the cut")] = "shared"
@@ -31,9 +31,9 @@ class Config(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     overlap: Option[bool, Meta(description="play the next rollout while the last one is learned from")] = True
     seed: Option[int, Meta(ge=0, description="the root of every random stream")] = 1
     name: Option[str, Meta(description="the run's name; the same name resumes")] = ""
-    until: Option[
-        str, Meta(description="goals and limits: solved, score=S, steps=N, minutes=M, joined by commas")
-    ] = "solved,minutes=30"
+    until: Option[str, Meta(description="goals and limits: solved, score=S, steps=N, minutes=M, joined by commas")] = (
+        "solved,minutes=30"
+    )
     solved_at: Option[float | None, Meta(description="the evaluation mean that counts as solved")] = None
     horizon: Option[int, Meta(ge=1, description="steps over which schedules run while the goal is a score")] = 1_000_000
     net: Option[str, Meta(description="hidden layers as 64x64, or your own torch module as module:Class")] = "64x64"

@@ -50,7 +50,7 @@ def _machine() -> list[str]:
 
 
 def _parts() -> list[str]:
-    lines = []
+    lines: list[str] = []
     for extra, (module, what) in EXTRAS.items():
         found = importlib.util.find_spec(module)
         here = found is not None and found.origin is not None  # a mere folder of that name has no origin
@@ -78,10 +78,13 @@ def _speeds(env: str) -> list[str]:
     workers = 1 if back_end == "EnvPool" else max(1, cores - 1)
     limit = "environments" if steps < calls * batch else "the policy network"
     lines.append(
-        f"to set     {limit} limit the speed here: troupe train {env} --workers {workers} --envs {config.envs // workers * workers}"
+        f"to set     {limit} limit the speed here: "
+        f"troupe train {env} --workers {workers} --envs {config.envs // workers * workers}"
     )
     if back_end == "Gymnasium":
-        lines.append("           with EnvPool this may be many times faster where it has the environment: pip install 'troupe[fast]'")
+        lines.append(
+            "           EnvPool may be many times faster where it has the environment: pip install 'troupe[fast]'"
+        )
     return lines
 
 
@@ -92,5 +95,3 @@ def _per_second(call: object) -> float:
         call()
         count += 1
     return count / elapsed
-
-

@@ -60,10 +60,8 @@ def make_reference(spec: EnvSpec, **more: Any) -> gymnasium.Env[Any, Any]:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # deprecations of environments the user chose are not ours to fail on
-            if spec.own:
-                env = load_object(spec.name, "environment")(**options)
-            else:
-                env = gymnasium.make(spec.name, **options)
+            make = load_object(spec.name, "environment") if spec.own else partial(gymnasium.make, spec.name)
+            env = make(**options)
     except ConfigError:
         raise
     except (ImportError, gymnasium.error.DependencyNotInstalled) as e:
@@ -151,8 +149,9 @@ class Environments:
         rewards = np.asarray(rewards, np.float32)
         if not np.isfinite(rewards).all():
             raise EnvironmentFault(self._not_finite("a reward", rewards, "step"))
-        valid, self._ended = ~self._ended if self.mode is AutoresetMode.NEXT_STEP else self._all_valid, np.asarray(
-            terminated | truncated
+        valid, self._ended = (
+            ~self._ended if self.mode is AutoresetMode.NEXT_STEP else self._all_valid,
+            np.asarray(terminated | truncated),
         )
         index, finals = self._no_finals
         if self._history is not None:
@@ -182,7 +181,10 @@ class Environments:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # about spaces and deprecations: said once, at the start
                 return call()
-        except (Exception, SystemExit) as e:  # whatever the user's environment may raise becomes one sentence that names it
+        except (
+            Exception,
+            SystemExit,
+        ) as e:  # whatever the user's environment may raise becomes one sentence that names it
             raise EnvironmentFault(f"{self._name} raised in {verb}: {last_line(e)}") from e
 
     def _checked(self, observations: Any, verb: str) -> Array:
@@ -195,7 +197,9 @@ class Environments:
 
     def _not_finite(self, what: str, array: Array, verb: str) -> str:
         where = np.argwhere(~np.isfinite(array))[0]
-        return f"{self._name} returned {array[tuple(where)]} in {what} of {verb} (environment {where[0]} of {self.batch})"
+        return (
+            f"{self._name} returned {array[tuple(where)]} in {what} of {verb} (environment {where[0]} of {self.batch})"
+        )
 
     def state(self) -> State | None:
         """The seed of each open episode and the actions taken in it so far."""

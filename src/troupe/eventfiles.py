@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 from troupe.errors import MissingExtra
 from troupe.journal import Journal
+from troupe.types import Json
 
 _SCALARS = {
     "progress": ("return_mean", "steps_per_s", "lag_median", "lag_p95"),
@@ -14,27 +14,31 @@ _SCALARS = {
 }
 
 
-def with_event_files(journal: Journal, folder: Path, wanted: bool) -> Journal:
-    """`journal`, which also writes event files to `folder`/tensorboard where they are wanted."""
-    if not wanted:
-        return journal
-    try:
-        from torch.utils.tensorboard import SummaryWriter
-    except ImportError as e:
-        raise MissingExtra("TensorBoard", "tensorboard") from e
-    writer = SummaryWriter(str(folder / "tensorboard"))  # type: ignore[no-untyped-call]
-    write, close = journal.write, journal.close
+class EventFiles:
+    """A journal whose figures also go into `folder`."""
 
-    def write_both(kind: str, **fields: Any) -> None:
-        write(kind, **fields)
+    def __init__(self, journal: Journal, folder: Path) -> None:
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError as e:
+            raise MissingExtra("TensorBoard", "tensorboard") from e
+        self._journal = journal
+        self._writer = SummaryWriter(str(folder))
+
+    def write(self, kind: str, **fields: Json) -> None:
+        """One line in the journal, and a point of every curve it has a figure for."""
+        self._journal.write(kind, **fields)
         numbers = {name: fields.get(name) for name in _SCALARS.get(kind, ())} | dict(fields.get("metrics") or {})
         for name, value in numbers.items():
             if value is not None:
-                writer.add_scalar(f"{kind}/{name}", value, fields["steps"])  # type: ignore[no-untyped-call]
+                self._writer.add_scalar(f"{kind}/{name}", value, fields["steps"])
 
-    def close_both() -> None:
-        writer.close()  # type: ignore[no-untyped-call]
-        close()
+    def flush(self) -> None:
+        """Both to the disk."""
+        self._journal.flush()
+        self._writer.flush()
 
-    journal.write, journal.close = write_both, close_both  # type: ignore[method-assign]
-    return journal
+    def close(self) -> None:
+        """Both to the disk, and no more."""
+        self._writer.close()
+        self._journal.close()

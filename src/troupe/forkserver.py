@@ -30,6 +30,7 @@ from typing import Any, Final
 import msgspec
 
 from troupe.errors import TroupeError
+from troupe.forkwire import Exited, Fork, Kill, Preload, Ready, Refused, Report, Request, Started
 
 _PACKET_BYTES: Final = 128 * 1024  # of a request: a run's configuration is a few KB
 _MAX_FDS: Final = 64
@@ -38,62 +39,6 @@ _END_S: Final = 1.5  # from the parent's death to giving up on descendants that 
 _PR_SET_PDEATHSIG: Final = 1
 _PR_SET_CHILD_SUBREAPER: Final = 36
 _ONE_THREAD: Final = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
-
-
-class Preload(msgspec.Struct, tag=True, frozen=True):
-    """The first request: what to import, and where from."""
-
-    modules: tuple[str, ...]
-    sys_path: tuple[str, ...]
-
-
-class Fork(msgspec.Struct, tag=True, frozen=True):
-    """Run `entry` ("package.module:function") in a new process; the first descriptor sent along is its log."""
-
-    name: str
-    entry: str
-    payload: dict[str, Any]
-    nice: int = 0
-
-
-class Kill(msgspec.Struct, tag=True, frozen=True):
-    """SIGKILL to the process group of a child."""
-
-    pid: int
-
-
-class Ready(msgspec.Struct, tag=True, frozen=True):
-    """Imported; forks are possible from here."""
-
-    seconds: float
-
-
-class Started(msgspec.Struct, tag=True, frozen=True):
-    """A child runs."""
-
-    name: str
-    pid: int
-
-
-class Exited(msgspec.Struct, tag=True, frozen=True):
-    """A child ended, and what was left of its process group was killed. `signal` is 0 where it exited by itself."""
-
-    name: str
-    pid: int
-    code: int
-    signal: int
-
-
-class Refused(msgspec.Struct, tag=True, frozen=True):
-    """A request that was not carried out; without a name it is the preload that failed."""
-
-    name: str
-    reason: str
-    final: bool  # trying again would end the same way
-
-
-Request = Preload | Fork | Kill
-Report = Ready | Started | Exited | Refused
 
 
 class ForkServer:

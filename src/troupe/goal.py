@@ -21,7 +21,9 @@ class Goal:
 
     def spent(self, steps: int, seconds: float) -> bool:
         """Whether a limit has been reached."""
-        return (self.steps is not None and steps >= self.steps) or (self.seconds is not None and seconds >= self.seconds)
+        return (self.steps is not None and steps >= self.steps) or (
+            self.seconds is not None and seconds >= self.seconds
+        )
 
     def progress(self, steps: int, seconds: float, horizon: int) -> float:
         """0 to 1: the share of the budget that is used; while a score is the goal, of the horizon."""
@@ -44,10 +46,14 @@ def parse_goal(text: str, solved_at: float | None) -> Goal:
     for part in text.split(","):
         kind, _, value = part.strip().partition("=")
         if kind not in _KINDS:
-            raise ConfigError(f"--until {part}: that is no goal{nearest(kind, _KINDS)} (known: solved, score=S, steps=N, minutes=M)")
+            raise ConfigError(
+                f"--until {part}: that is no goal{nearest(kind, _KINDS)} (known: solved, score=S, steps=N, minutes=M)"
+            )
         if kind == "solved":
             if solved_at is None:
-                raise ConfigError("--until solved: this environment names no score that counts as solved; give --solved-at S")
+                raise ConfigError(
+                    "--until solved: this environment names no score that counts as solved; give --solved-at S"
+                )
             score = solved_at
             continue
         number = _number(part, value)

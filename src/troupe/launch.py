@@ -6,18 +6,15 @@ import math
 import os
 import signal
 import sys
-import threading
 import time
 from collections import deque
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
+from pathlib import Path
 from queue import Empty, SimpleQueue
-from types import FrameType
 from typing import Any
 
 import numpy as np
-import psutil
 import torch
 
 from troupe import panel
@@ -25,27 +22,27 @@ from troupe.books import Books
 from troupe.build import build_algorithm, build_player, env_spec, rollout_shape, rollout_steps
 from troupe.cast import LIVES, Cast, ProcessCast, SerialCast
 from troupe.checkpoints import SaveFailed
-from troupe.config import HELD_FIXED, Config, to_dict
+from troupe.config import HELD_FIXED, Config
 from troupe.envs import make_reference
 from troupe.errors import ConfigError, EnvironmentFault, TroupeError
-from troupe.eventfiles import with_event_files
+from troupe.eventfiles import EventFiles
 from troupe.goal import Goal, parse_goal
 from troupe.journal import Journal
-from troupe.resolve import check_pairs
 from troupe.ports import Algorithm
+from troupe.resolve import check_pairs
+from troupe.reviews import Reviews
 from troupe.roles.cargo import RolloutShape
-from troupe.roles.evaluator import Evaluation
 from troupe.roles.play import Player
 from troupe.rundir import RunDir
 from troupe.schemes import SCHEMES
 from troupe.schemes.scheme import Company
+from troupe.signals import Signals
 from troupe.supervisor import Event, Supervisor
 from troupe.types import Array, Message, State
 from troupe.watchdog import WatchedEnvironments
 
 START_TIMEOUT_S = 120.0
 STOP_TIMEOUT_S = 5.0  # for children to end by themselves
-EXIT_TIMEOUT_S = 9.0  # after a first signal everything is over by then, whatever hangs
 FINAL_EVALUATION_S = 300.0
 HOUSEKEEPING_S = 0.05
 
@@ -118,18 +115,16 @@ class _Show:
         self.events: deque[str] = deque(maxlen=20)
         self.heard: SimpleQueue[Event] = SimpleQueue()
         self.early: list[tuple[str, dict[str, Any]]] = []  # journal lines from before the curtain rises
-        self.signals = _Signals()
+        self.signals = Signals()
         self.books = Books(self, self.goal, self.config.horizon, me="worker-0" if self._plays_here() else "learner")
-        self.journal: Journal | None = None
-        self.last_evaluation: panel.Evaluation | None = None
-        self.best = -math.inf
-        self.asked_s: float | None = None  # training time at which the evaluation under way was asked for
-        self.evaluated_s = 0.0
+        self.journal: Journal | EventFiles | None = None
         self.saved_s = 0.0
-        self.solved: panel.Evaluation | None = None
         self.play_state: State | None = None
         if resume:
             self._restore()
+        self.reviews = Reviews(self.config, run.name, self.goal, self.books, self.algorithm.parameters, self._save_best)
+        if resume and (best := run.load_best()) is not None:
+            self.reviews.best = float(best.info.get("mean", -math.inf))
 
     def _plays_here(self) -> bool:
         return SCHEMES[self.config.scheme]().plays_here
@@ -138,9 +133,6 @@ class _Show:
 
     def _restore(self) -> None:
         found = self.run.load_latest({key: _plain(getattr(self.config, key)) for key in HELD_FIXED})
-        best = self.run.load_best()
-        if best is not None:
-            self.best = float(best.info.get("mean", -math.inf))
         if found is None:
             return
         for name, why in found.skipped.items():
@@ -150,7 +142,7 @@ class _Show:
         self.books.restore(found.state.get("books"), found.version)
         if self._plays_here() and "player" in found.state.values:
             self.play_state = found.state.get("player")
-        self.saved_s = self.evaluated_s = self.books.seconds_before
+        self.saved_s = self.books.seconds_before
         self.say(f"resumed at {found.steps:,} steps, version {found.version}")
 
     def _player(self) -> Player | None:
@@ -180,7 +172,8 @@ class _Show:
             return SerialCast(config, self.run.name, parts, life=self.books.life)
         return ProcessCast(
             config, self.run.name, parts, life=self.books.life, logs=self.run.logs, shape=self.shape,
-            topics=dict(SCHEMES[config.scheme]().topics(weights)), weights_bytes=weights, on_event=self.heard.put, supervisor=self.supervisor,
+            topics=dict(SCHEMES[config.scheme]().topics(weights)), weights_bytes=weights, on_event=self.heard.put,
+            supervisor=self.supervisor,
         )  # fmt: skip
 
     # The loop --------------------------------------------------------------------------------------------------------
@@ -193,7 +186,7 @@ class _Show:
                 player = self._player()
                 cast.wait_ready(START_TIMEOUT_S)
                 self._raise_curtain()
-                with view if view else suppress():
+                with view or nullcontext():
                     return self._keep_house(cast, player)
             except TroupeError as e:
                 raise _users_own(e) from e
@@ -207,10 +200,12 @@ class _Show:
 
     def _raise_curtain(self) -> None:
         """Everybody is in place: the training clock starts."""
-        self.journal = with_event_files(self.run.journal(), self.run.path, self.config.tensorboard)
+        journal = self.run.journal()
+        self.journal = EventFiles(journal, self.run.path / "tensorboard") if self.config.tensorboard else journal
         self.books.begin()
-        since_command = time.time() - psutil.Process().create_time()
-        self.write("start", command_to_first_step_s=round(since_command, 3), life=self.books.life, steps=self.books.steps)
+        self.write(
+            "start", command_to_first_step_s=round(_process_age_s(), 3), life=self.books.life, steps=self.books.steps
+        )
         for kind, fields in self.early:
             self.write(kind, **fields)
 
@@ -227,93 +222,43 @@ class _Show:
                 continue
             checked = now
             self._drain_events()
-            self._hear_evaluations(cast)
+            self.reviews.hear(cast.desk)
             if self.signals.number:
                 return self._end(f"interrupted by {signal.Signals(self.signals.number).name}", player)
-            if self.solved:
+            if self.reviews.solved:
                 return self._end("solved", player)
             if self.goal.spent(self.books.steps, self.books.seconds()):
-                self.books.tick()
-                self._evaluate_at_the_end(cast)
-                return self._end("solved" if self.solved else "limit", player)
-            self._ask_for_evaluation(cast)
+                return self._end_with_a_review(cast, player)
+            self.reviews.ask_if_due(cast.desk)
             if self.books.seconds() - self.saved_s >= self.config.checkpoint_every_s:
                 self._save(player)
             self.books.tick()
         raise TroupeError("the main role ended by itself")
 
+    def _end_with_a_review(self, cast: Cast, player: Player | None) -> Outcome:
+        """The budget is spent: the training clock stops, and the final weights get their figure."""
+        self.books.tick()
+        self.books.stop()
+        self.say("evaluating the final weights")
+
+        def wait() -> bool:
+            cast.turn()
+            self._drain_events()
+            return not self.signals.number
+
+        self.reviews.last_of_all(cast.desk, wait, FINAL_EVALUATION_S)
+        return self._end("solved" if self.reviews.solved else "limit", player)
+
     def _end(self, reason: str, player: Player | None) -> Outcome:
-        seconds = self.books.seconds()
-        met = bool(self.solved) or (reason == "limit" and self.goal.score is None)
+        seconds, solved = self.books.seconds(), self.reviews.solved
+        met = bool(solved) or (reason == "limit" and self.goal.score is None)
         code = 0 if met else 128 + self.signals.number if self.signals.number else 3
         self._save(player)
-        rate = self.books.steps / seconds if seconds else 0.0
         self.write(
-            "end", reason=reason, steps=self.books.steps, seconds=seconds, steps_per_s=rate, exit_code=code,
-            version=self.books.version, ledger=self.books.ledger,
+            "end", reason=reason, steps=self.books.steps, seconds=seconds, exit_code=code, version=self.books.version,
+            steps_per_s=self.books.steps / seconds if seconds else 0.0, ledger=self.books.ledger,
         )  # fmt: skip
-        evaluation = self.solved or self.last_evaluation
-        return Outcome(str(self.run.path), met, reason, code, self.books.steps, seconds, evaluation)
-
-    # Evaluation ------------------------------------------------------------------------------------------------------
-
-    def _ask_for_evaluation(self, cast: Cast) -> None:
-        if self.asked_s is not None:
-            return
-        now, mean, wanted = self.books.seconds(), self.books.mean(), self.config.eval_from
-        wanted = self.goal.score if wanted is None else wanted
-        promising = self.goal.score is not None and wanted is not None and mean is not None and mean >= wanted
-        if promising or now - self.evaluated_s >= self.config.eval_every_s:
-            self._ask(cast, give_up_below=self.goal.score)
-
-    def _ask(self, cast: Cast, *, give_up_below: float | None) -> None:
-        parameters = self.algorithm.parameters
-        meta = {
-            "steps": self.books.steps, "episodes": self.config.eval_episodes,
-            "give_up_below": -math.inf if give_up_below is None else give_up_below,
-        }  # fmt: skip
-        self.asked_s = self.books.seconds()
-        arrays = {"weights": parameters.weights()}
-        cast.desk.publish("candidate", Message("candidate", self.run.name, "desk", 0, 0, parameters.version, meta, arrays))
-
-    def _hear_evaluations(self, cast: Cast, timeout_s: float = 0.0) -> None:
-        message = cast.desk.receive(timeout_s)
-        if message is None:
-            return
-        self.asked_s, self.evaluated_s = None, self.books.seconds()
-        meta, complete = message.meta, bool(message.meta["complete"])
-        result = Evaluation(message.arrays["returns"], message.arrays["lengths"], complete, float(meta["seconds"]))
-        mean, half = result.mean, result.half_interval
-        seen = panel.Evaluation(int(meta["steps"]), mean, result.sd, len(result.returns), mean - half, mean + half)
-        self.last_evaluation = seen
-        figures = {
-            "steps": seen.steps, "version": message.version, "mean": mean, "sd": seen.sd, "episodes": seen.episodes,
-            "low": seen.low, "high": seen.high, "complete": complete, "seconds": result.seconds,
-            "greedy": self.config.eval_greedy,
-        }  # fmt: skip
-        self.write("eval", **figures, returns=result.returns)
-        if complete and mean > self.best:
-            self.best = mean
-            self._save_best(message, figures)
-        if complete and self.goal.score is not None and mean >= self.goal.score:
-            self.solved = seen
-            self.write("solved", **figures)
-
-    def _evaluate_at_the_end(self, cast: Cast) -> None:
-        """The final weights' figure, whatever the goal was."""
-        deadline = time.monotonic() + FINAL_EVALUATION_S
-        self.say("evaluating the final weights")
-        if self.asked_s is not None:  # one of older weights is under way: let it end first
-            self._wait_for_evaluation(cast, deadline)
-        if not self.solved and not self.signals.number:
-            self._ask(cast, give_up_below=None)
-            self._wait_for_evaluation(cast, deadline)
-
-    def _wait_for_evaluation(self, cast: Cast, deadline: float) -> None:
-        while self.asked_s is not None and not self.signals.number and time.monotonic() < deadline:
-            cast.turn()
-            self._hear_evaluations(cast, timeout_s=0.1)
-            self._drain_events()
+        return Outcome(str(self.run.path), met, reason, code, self.books.steps, seconds, solved or self.reviews.last)
 
     # What is kept ----------------------------------------------------------------------------------------------------
 
@@ -368,7 +313,7 @@ class _Show:
                     cause = f": {event.cause}" if event.cause else ""
                     self.events.append(f"{event.part or 'fork server'} {event.kind.replace('_', ' ')}{cause}")
                 if event.kind == "lost" and event.part.startswith("evaluator"):
-                    self.asked_s = None  # its answer will not come
+                    self.reviews.lost()
 
     def status(self) -> panel.Status:
         """For the panel, from its own thread."""
@@ -377,44 +322,11 @@ class _Show:
         return panel.Status(
             run=self.run.name, algo=c.algo, scheme=c.scheme, env=c.env, workers=c.workers, steps=b.steps,
             goal=str(self.goal), progress=None if score is not None else b.progress(), return_mean=b.mean(),
-            return_windows=list(b.means), evaluation=self.last_evaluation, steps_per_s=b.steps_per_s,
+            return_windows=list(b.means), evaluation=self.reviews.last, steps_per_s=b.steps_per_s,
             waiting_on=b.waiting_on(),
             divisions={name: panel.Division(**division.shares()) for name, division in list(b.divisions.items())},
             lag_median=b.lag(0.5), lag_p95=b.lag(0.95), events=list(self.events), elapsed_s=b.seconds(),
         )  # fmt: skip
-
-
-class _Signals:
-    """A first signal asks for an orderly end, a second one forces it, and so does a first that is not heeded."""
-
-    def __init__(self) -> None:
-        self.number = 0
-
-    @contextmanager
-    def caught(self) -> Iterator[None]:
-        """Catch SIGINT and SIGTERM inside the block; only the main thread can, elsewhere they stay the caller's."""
-        if threading.current_thread() is not threading.main_thread():
-            yield
-            return
-        before = {number: signal.signal(number, self._handle) for number in (signal.SIGINT, signal.SIGTERM)}
-        try:
-            yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
-
-    def _handle(self, number: int, frame: FrameType | None) -> None:
-        if self.number:
-            self._force()
-        self.number = number
-        timer = threading.Timer(EXIT_TIMEOUT_S, self._force)
-        timer.daemon = True
-        timer.start()
-
-    def _force(self) -> None:
-        with suppress(Exception):  # nothing may keep us here; the fork server ends its children when we are gone
-            sys.stderr.write("troupe: forced to stop\n")
-        os._exit(128 + self.number)
 
 
 def _users_own(error: TroupeError) -> TroupeError:
@@ -427,6 +339,12 @@ def _users_own(error: TroupeError) -> TroupeError:
         if found:
             return ConfigError(sentence)
     return error
+
+
+def _process_age_s() -> float:
+    """Seconds since the command was given: what the user has waited."""
+    started_ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - started_ticks / os.sysconf("SC_CLK_TCK")
 
 
 def _plain(value: Any) -> Any:

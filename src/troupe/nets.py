@@ -142,7 +142,7 @@ class ActorCritic(nn.Module):
         super().__init__()
         self.continuous = isinstance(action, spaces.Box)
         self.action_start = int(action.start) if isinstance(action, spaces.Discrete) else 0
-        outputs = action_size(action)
+        self.actions = outputs = action_size(action)
         policy, size = body(observation, spec)
         self.policy = nn.Sequential(policy, _linear(size, outputs, 0.01))  # near-uniform at the start
         value, size = body(observation, spec)
@@ -206,5 +206,5 @@ def action_size(space: spaces.Space[Any]) -> int:
     if isinstance(space, spaces.Box) and len(space.shape) == 1:
         return int(space.shape[0])
     raise ConfigError(
-        f"action space {space} is not supported: Discrete, or a flat Box for continuous actions, is what the agents act in"
+        f"action space {space} is not supported: the agents act in Discrete, or in a flat Box for continuous actions"
     )

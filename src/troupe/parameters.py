@@ -47,7 +47,9 @@ class Parameters:
         self.learning_rate = 0.0
         self.rejected = 0  # gradients that were not finite
         self.moments = {name: torch.zeros(size) for name in _MOMENTS[optimiser]} | {"step": torch.tensor(0.0)}
-        self._step = partial(_adam if optimiser == "adam" else _rmsprop, self.vector, self.gradient, self.moments, epsilon)
+        self._step = partial(
+            _adam if optimiser == "adam" else _rmsprop, self.vector, self.gradient, self.moments, epsilon
+        )
 
     def clip_gradient(self, max_norm: float) -> float:
         """Scale the whole gradient to at most `max_norm`, before anything slices it; its norm as it was."""
@@ -98,8 +100,8 @@ class Parameters:
         self.rejected = int(state.values["rejected"])
 
 
-# torch's optimisers by their functional interface: the same kernels, with state that lies where we choose. Their classes
-# import torch's compiler at the first call, which costs every process a second and 100 MB.
+# torch's optimisers by their functional interface: the same kernels, with state that lies where we choose. Their
+# classes import torch's compiler at the first call, which costs every process a second and 100 MB.
 
 
 def _adam(vector: Tensor, gradient: Tensor, moments: dict[str, Tensor], epsilon: float, learning_rate: float) -> None:
@@ -109,7 +111,9 @@ def _adam(vector: Tensor, gradient: Tensor, moments: dict[str, Tensor], epsilon:
     )  # fmt: skip
 
 
-def _rmsprop(vector: Tensor, gradient: Tensor, moments: dict[str, Tensor], epsilon: float, learning_rate: float) -> None:
+def _rmsprop(
+    vector: Tensor, gradient: Tensor, moments: dict[str, Tensor], epsilon: float, learning_rate: float
+) -> None:
     rmsprop(
         [vector], [gradient], [moments["square_avg"]], [], [], [moments["step"]], foreach=False,
         lr=learning_rate, alpha=0.99, eps=epsilon, weight_decay=0.0, momentum=0.0, centered=False,

@@ -4,9 +4,10 @@ which transport carries it, and a transport never knows what it carries."""
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
+from gymnasium import spaces
 from torch import nn
 
 from troupe.parameters import Parameters
@@ -17,6 +18,8 @@ class Environments(Protocol):
     """B environments stepped together."""
 
     batch: int
+    observation_space: spaces.Space[Any]
+    action_space: spaces.Space[Any]
 
     def reset(self) -> Array:
         """Begin an episode in every environment; the first observations, [B, ...]."""
@@ -38,6 +41,7 @@ class Algorithm(Protocol):
 
     parameters: Parameters
     network: nn.Module
+    lag_rollouts: int  # how many of an actor's own rollouts the weights it plays with may be behind
 
     def act(self, observations: Array, rng: np.random.Generator, *, greedy: bool = False) -> Decision:
         """Choose actions for B observations. All randomness comes from `rng`."""

@@ -97,7 +97,9 @@ def check_pairs(config: Config) -> None:
             raise ConfigError(f"there is no {what} {name!r}{nearest(name, known)} ('troupe list' names them all)")
     if config.envs % config.workers:
         even = max(config.envs // config.workers, 1) * config.workers
-        raise ConfigError(f"--envs {config.envs} cannot be spread evenly over --workers {config.workers}: take --envs {even}")
+        raise ConfigError(
+            f"--envs {config.envs} cannot be spread evenly over --workers {config.workers}: take --envs {even}"
+        )
     refusal = SCHEMES[config.scheme]().refuses(config, algorithm_class(config.algo))
     if refusal:
         raise ConfigError(refusal)

@@ -51,7 +51,7 @@ def vtrace(
     c_max: float = 1.0,
 ) -> tuple[Array, Array]:
     """V-trace targets vs[t] and policy advantages (Espeholt 2018, eq. 1); log_rhos = log pi - log mu; [T, B] both."""
-    ratios = np.exp(log_rhos)
+    ratios = np.exp(np.minimum(log_rhos, 80.0))  # clipped below anyway; float32 overflows above 88
     rhos, cs = np.minimum(ratios, rho_max), lam * np.minimum(ratios, c_max)
     deltas = rhos * (rewards + gamma * next_values * ~terminated - values)
     carry = gamma * cs * ~ended

@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any, Final, Literal
 
 from troupe.errors import TroupeError
-from troupe.forkserver import Exited, ForkServer, Ready, Refused, Report, Started
+from troupe.forkserver import ForkServer
+from troupe.forkwire import Exited, Ready, Refused, Report, Started
 from troupe.pulse import Phase, Pulse
 
 _POLL_S: Final = 0.05

@@ -23,6 +23,7 @@ class WatchedEnvironments:
 
     def __init__(self, envs: Environments, timeout_s: float, on_hang: Callable[[str], None]) -> None:
         self.batch, self.state, self.restore = envs.batch, envs.state, envs.restore
+        self.observation_space, self.action_space = envs.observation_space, envs.action_space
         self._envs, self._timeout_s, self._on_hang = envs, timeout_s, on_hang
         self._call: tuple[str, float] | None = None  # what is under way, and since when
         self._closed = threading.Event()

@@ -47,6 +47,8 @@ class Noise:
     """Environments that answer at random; every way in which an episode can end occurs."""
 
     batch = BATCH
+    observation_space: Any = None  # whoever makes the agent knows them
+    action_space: Any = None
 
     def __init__(self, seed: int, *, scale: float = 1.0) -> None:
         self._rng, self._scale = np.random.default_rng(seed), scale
@@ -231,6 +233,8 @@ class Bandit:
 
     continuous: bool
     batch: int = 32
+    observation_space: Any = None
+    action_space: Any = None
 
     def reset(self) -> Array:
         return np.ones((self.batch, 1), np.float32)

@@ -10,7 +10,7 @@ from collections.abc import Callable
 import pytest
 
 from troupe.region import reserve
-from troupe.transports.shared import Ring
+from troupe.transports.rings import Ring
 
 CAPACITY = 512  # bytes; three records fill it, so that the kills also hit records that wrap around
 TORN = [b"torn-" * 30, b"half." * 10]  # pieces of the record whose writer dies, 200 bytes

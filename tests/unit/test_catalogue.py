@@ -26,9 +26,7 @@ def test_everything_is_named_with_a_few_words() -> None:
         assert name in text
 
 
-def test_what_is_refused_is_what_train_refuses_word_for_word(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_refused_is_what_train_refuses_word_for_word(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TROUPE_RUNS", str(tmp_path / "runs"))
     monkeypatch.setattr(api, "launch", lambda config, run, **_: run.name)  # train as far as the curtain
     refused = dict(catalogue.everything()["refused"])

@@ -218,7 +218,7 @@ def pool(batch: int) -> Environments:
 
 def lean(observations: Array, rng: np.random.Generator) -> Array:
     """Keeps the pole up for 500 steps in most environments, and falls in the first."""
-    choice = (observations[:, 2] + 0.3 * observations[:, 3] + 0.05 * observations[:, 0] + 0.1 * observations[:, 1] > 0)
+    choice = observations[:, 2] + 0.3 * observations[:, 3] + 0.05 * observations[:, 0] + 0.1 * observations[:, 1] > 0
     choice[0] = rng.random() < 0.5
     return choice.astype(np.int64)
 

@@ -40,6 +40,13 @@ class Flat(Own):
         return super().forward(observations).flatten()
 
 
+class Turned(Own):
+    """Gives features by observations."""
+
+    def forward(self, observations: Tensor) -> Tensor:
+        return super().forward(observations).T
+
+
 class Deep(Own):
     """Gives a feature map."""
 
@@ -149,6 +156,7 @@ def test_a_network_of_the_users_own() -> None:
     [
         ("not_a_module", "it made a list, not a torch.nn.Module"),
         ("Flat", r"must become features \[2, F\], not \[22\]"),
+        ("Turned", r"must become features \[2, F\], not \[11, 2\]"),
         ("Deep", r"must become features \[2, F\], not \[2, 1, 11\]"),
         ("Tupled", r"must become features \[2, F\], not tuple"),
         ("Raises", "cannot be used: RuntimeError: mat1 and mat2 do not fit"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,7 +14,7 @@ from gymnasium.vector import AutoresetMode, SyncVectorEnv
 
 from troupe.envs import Environments, EnvSpec, make
 from troupe.roles.play import Player
-from troupe.types import Array, Decision, Rollout
+from troupe.types import Array, Decision, Rollout, Step
 
 ENDS = (1, 4, 7, 23)
 
@@ -138,6 +139,19 @@ def test_episodes_are_counted_across_the_borders_of_rollouts(mode: AutoresetMode
     assert found == expected[: len(found)]
     assert {n for _, n in found} == set(ENDS)
     np.testing.assert_array_equal(np.concatenate([p.rewards for p in parts]), whole.rewards[: len(parts) * border])
+
+
+def test_what_a_reset_step_is_paid_belongs_to_no_episode() -> None:
+    one = player(AutoresetMode.NEXT_STEP)
+    plain = one.envs.step
+
+    def paid(actions: Array) -> Step:
+        step = plain(actions)
+        return replace(step, rewards=np.where(step.valid, step.rewards, 1000.0).astype(np.float32))
+
+    one.envs.step = paid  # type: ignore[method-assign]
+    expected = player(AutoresetMode.NEXT_STEP).play(ALGORITHM, 30)
+    np.testing.assert_array_equal(one.play(ALGORITHM, 30).episode_returns, expected.episode_returns)
 
 
 def test_a_rollout_stays_as_it_was_when_the_next_is_played() -> None:

@@ -19,7 +19,8 @@ from troupe.errors import BadMessage, PeerLost, TroupeError
 from troupe.pulse import Phase, Pulse
 from troupe.region import Bell, reserve
 from troupe.transports import shared
-from troupe.transports.shared import Ring, SharedHub, SharedMailbox, Slot
+from troupe.transports.rings import Ring, Slot
+from troupe.transports.shared import SharedHub, SharedMailbox
 from troupe.types import Message
 
 

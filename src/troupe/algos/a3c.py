@@ -19,7 +19,9 @@ from troupe.types import Array, Decision, Metrics
 class A3CConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A3C's own options."""
 
-    rollout_steps: Annotated[Count, Meta(description="steps each environment plays per rollout (n of the returns)")] = 16
+    rollout_steps: Annotated[Count, Meta(description="steps each environment plays per rollout (n of the returns)")] = (
+        16
+    )
     learning_rate: Annotated[Positive, Meta(description="the optimiser's step size at the start")] = 1e-3
     learning_rate_end: Annotated[Fraction, Meta(description="what it falls to, as a fraction of the start")] = 0.1
     gamma: Annotated[Fraction, Meta(description="discount")] = 0.99
@@ -56,7 +58,7 @@ class A3C:
         if greedy or self.config.epsilon == 0 or self.agent.network.continuous:
             return decision
         stray = rng.random(len(observations)) < self.config.epsilon
-        count, start = self.agent.network.policy[-1].out_features, self.agent.network.action_start
+        count, start = self.agent.network.actions, self.agent.network.action_start
         actions = np.where(stray, rng.integers(count, size=len(stray)) + start, decision.actions)
         return Decision(actions, decision.log_probs)
 
@@ -65,9 +67,7 @@ class A3C:
         parts = []
         for rollout in self.agent.take_held(1):
             v = self.agent.values(rollout, self.config.reward_scale)
-            targets = returns.n_step_returns(
-                v.rewards, v.next_values, v.terminated, v.ended, gamma=self.config.gamma
-            )
+            targets = returns.n_step_returns(v.rewards, v.next_values, v.terminated, v.ended, gamma=self.config.gamma)
             parts.append(samples(rollout, targets - v.values, targets))
         if parts:
             yield join(parts)

@@ -89,7 +89,9 @@ class ActorCriticAgent:
 
     def state(self) -> State:
         """The random streams, and what is held."""
-        state = State({"torch_rng": torch.get_rng_state().numpy()}, {"rng": rng_state(self.rng), "held": len(self.held)})
+        state = State(
+            {"torch_rng": torch.get_rng_state().numpy()}, {"rng": rng_state(self.rng), "held": len(self.held)}
+        )
         for i, rollout in enumerate(self.held):
             arrays = {name: getattr(rollout, name) for name in rollout.__slots__ if name != "version"}
             state.put(f"held{i}", State(arrays, {"version": rollout.version}))

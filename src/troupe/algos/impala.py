@@ -80,7 +80,9 @@ class IMPALA:
         observations = rollout.observations[:-1].reshape(length * batch, *rollout.observations.shape[2:])
         actions = rollout.actions.reshape(length * batch, *rollout.actions.shape[2:])
         with torch.inference_mode():
-            log_probs, _ = self.agent.network.log_prob_entropy(torch.from_numpy(observations), torch.from_numpy(actions))
+            log_probs, _ = self.agent.network.log_prob_entropy(
+                torch.from_numpy(observations), torch.from_numpy(actions)
+            )
         out: Array = log_probs.numpy().reshape(length, batch)
         return out
 

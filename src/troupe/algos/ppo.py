@@ -22,11 +22,15 @@ class PPOConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """PPO's own options."""
 
     rollout_steps: Annotated[Count, Meta(description="steps each environment plays per rollout")] = 64
-    batch_steps: Annotated[int, Meta(ge=0, description="steps to gather before learning; 0: one rollout of every worker")] = 0
+    batch_steps: Annotated[
+        int, Meta(ge=0, description="steps to gather before learning; 0: one rollout of every worker")
+    ] = 0
     epochs: Annotated[Count, Meta(description="passes over each batch")] = 4
     minibatch: Annotated[Count, Meta(description="steps per gradient")] = 1024
     learning_rate: Annotated[Positive, Meta(description="Adam's step size at the start")] = 1e-3
-    learning_rate_end: Annotated[Weight, Meta(description="what the step size falls to, as a fraction of the start")] = 0.1
+    learning_rate_end: Annotated[
+        Weight, Meta(description="what the step size falls to, as a fraction of the start")
+    ] = 0.1
     gamma: Annotated[Fraction, Meta(description="discount")] = 0.99
     lam: Annotated[Fraction, Meta(description="lambda of the advantage estimates")] = 0.95
     clip: Annotated[Positive, Meta(description="how far the ratio may leave 1")] = 0.2

@@ -45,7 +45,9 @@ class RolloutShape:
             **dict.fromkeys(("log_probs", "rewards", "terminated", "truncated", "valid"), grid),
         }
         if set(message.arrays) != set(_ARRAYS):
-            raise BadMessage(f"{message.sender}: a rollout has the arrays {sorted(_ARRAYS)}, not {sorted(message.arrays)}")
+            raise BadMessage(
+                f"{message.sender}: a rollout has the arrays {sorted(_ARRAYS)}, not {sorted(message.arrays)}"
+            )
         for name, shape in expected.items():
             if message.arrays[name].shape != shape:
                 raise BadMessage(f"{message.sender}: {name} is {list(message.arrays[name].shape)}, not {list(shape)}")
@@ -55,7 +57,9 @@ class RolloutShape:
         self._check_finals(message)
         returns, lengths = message.arrays["episode_returns"], message.arrays["episode_lengths"]
         if returns.ndim != 1 or returns.shape != lengths.shape:
-            raise BadMessage(f"{message.sender}: episode_returns {list(returns.shape)} and episode_lengths do not agree")
+            raise BadMessage(
+                f"{message.sender}: episode_returns {list(returns.shape)} and episode_lengths do not agree"
+            )
         for name, array in message.arrays.items():
             if array.dtype.kind == "f" and not np.isfinite(array).all():
                 raise BadMessage(f"{message.sender}: {name} holds a number that is not finite")

@@ -15,7 +15,9 @@ from troupe.types import Array, Rollout, State
 class Player:
     """Environments, where they stand, and what their open episodes have earned so far."""
 
-    def __init__(self, envs: Environments, rng: np.random.Generator, *, beat: Callable[[int], None] = lambda steps: None) -> None:
+    def __init__(
+        self, envs: Environments, rng: np.random.Generator, *, beat: Callable[[int], None] = lambda steps: None
+    ) -> None:
         self.envs = envs
         self.rng = rng
         self.beat = beat  # called with the environment steps of each call: a sign of life
@@ -44,7 +46,12 @@ class Player:
             self.env_s += time.perf_counter() - begin
             actions.append(decision.actions)
             log_probs[t] = decision.log_probs
-            rewards[t], terminated[t], truncated[t], valid[t] = step.rewards, step.terminated, step.truncated, step.valid
+            rewards[t], terminated[t], truncated[t], valid[t] = (
+                step.rewards,
+                step.terminated,
+                step.truncated,
+                step.valid,
+            )
             if len(step.final_index):
                 finals.append(step.final_observations)
                 final_index.append(np.stack([np.full_like(step.final_index, t), step.final_index], 1))
@@ -58,7 +65,8 @@ class Player:
             final_index=np.concatenate(final_index) if finals else np.zeros((0, 2), np.int64),
             final_observations=np.concatenate(finals) if finals else np.zeros((0, *now.shape[1:]), now.dtype),
             version=algorithm.parameters.version,
-            episode_returns=np.concatenate([r for r, _ in ended]), episode_lengths=np.concatenate([n for _, n in ended]),
+            episode_returns=np.concatenate([r for r, _ in ended]),
+            episode_lengths=np.concatenate([n for _, n in ended]),
         )  # fmt: skip
 
     def _count(self, rewards: Array, ended: Array, valid: Array) -> tuple[Array, Array]:

@@ -19,7 +19,9 @@ class Local:
     def refuses(self, config: Config, algorithm: Any) -> str | None:
         """More than one worker has nowhere to be."""
         if config.workers > 1:
-            return f"scheme local is one process, so --workers {config.workers} makes no sense: use --scheme actor-learner"
+            return (
+                f"scheme local is one process, so --workers {config.workers} makes no sense: use --scheme actor-learner"
+            )
         return None
 
     def parts(self, config: Config) -> list[Part]:
@@ -33,6 +35,4 @@ class Local:
     def main(self, company: Company) -> Iterator[None]:
         """Play, remember, learn, apply."""
         assert company.player is not None
-        return worker(
-            company.algorithm, apply_here, company.player, company.ledger, steps=company.rollout_steps
-        )
+        return worker(company.algorithm, apply_here, company.player, company.ledger, steps=company.rollout_steps)

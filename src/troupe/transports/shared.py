@@ -1,20 +1,14 @@
 """Mailboxes between the processes of one machine: byte rings and latest-value slots in nameless shared memory.
 
 Each child has a link to the hub: a ring up and a ring down, each with one writer and one reader, so there is no lock
-for a killed process to die holding. What the hub publishes lies in slots that every child reads. A word written last
-commits each record, and a CRC32 covers it. All positions are 64-bit counters that never go back.
-
-Stores become visible in program order on x86; elsewhere a reader may see a commit word before its record, finds a
-wrong CRC, and counts a corrupted record: less speed, never a wrong message.
+for a killed process to die holding. What the hub publishes lies in slots that every child reads (see rings.py).
 """
 
 from __future__ import annotations
 
 import mmap
 import os
-import struct
 import time
-import zlib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Final, TypedDict
@@ -23,18 +17,11 @@ from troupe.errors import BadMessage, PeerLost
 from troupe.region import Bell, reserve
 from troupe.transports.codec import decode, encode
 from troupe.transports.receipts import Receipts
+from troupe.transports.rings import LINE, Ring, Slot, power_of_two
 from troupe.types import Message
 
-_LINE: Final = 64  # bytes; words of different writers lie on different cache lines
-_WORD: Final = 8
-_MASK: Final = 2**64 - 1  # positions wrap like the words they lie in
-_RECORD: Final = struct.Struct("<QIIQ")  # bytes of the payload, CRC32, reserved, position
-_HEADER_ROOM: Final = 1024  # bytes a slot has beyond max_bytes: the numbers in a header take more room as they grow
 _SLICE_S: Final = 0.1  # longest sleep: a peer killed between its commit and its ring is noticed this late
-_OVERTAKEN: Final = 100  # times a reader of a slot starts again before it leaves the value for its next call
 _STOP_WORD: Final = 0  # of the board
-
-Pieces = Iterable[bytes | memoryview]
 
 
 class LinkSpec(TypedDict):
@@ -45,142 +32,6 @@ class LinkSpec(TypedDict):
     up_bytes: int
     down_bytes: int
     topics: dict[str, tuple[int, int]]  # topic -> offset on the board, bytes of the slot
-
-
-class Ring:
-    """A byte ring with one writer and one reader, each of which may be killed at any time and replaced by another.
-
-    Memory: the head (bytes committed so far) on the first cache line, the tail (bytes read so far) on the second,
-    then the data, of which `capacity` must be a power of two.
-    """
-
-    HEADER_BYTES: Final = 2 * _LINE
-
-    def __init__(self, memory: memoryview) -> None:
-        self._words = memory[: self.HEADER_BYTES].cast("Q")
-        self._data = memory[self.HEADER_BYTES :]
-        self.capacity = len(self._data)
-        self.corrupted = 0
-        if self.capacity & (self.capacity - 1):
-            raise ValueError(f"the capacity of a ring is a power of two, not {self.capacity}")
-
-    def write(self, pieces: Pieces, size: int) -> bool:
-        """Append one record of `size` bytes; False where there is no room for it now, BadMessage where never."""
-        need = _record_bytes(size)
-        if need > self.capacity:
-            raise BadMessage(f"a message of {size} bytes cannot pass a ring of {self.capacity} bytes")
-        head = self._words[0]
-        if need > self.capacity - ((head - self._words[_LINE // _WORD]) & _MASK):
-            return False
-        at, crc = head + _RECORD.size, _seed(size, head)
-        for piece in pieces:
-            crc = self._put(at, piece, crc)
-            at += len(piece)
-        self._put(head, _RECORD.pack(size, crc, 0, head), 0)
-        self._commit((head + need) & _MASK)
-        return True
-
-    def read(self) -> bytearray | None:
-        """The next record, or None. A damaged one is counted and skipped; where its length is damaged, all are."""
-        while (tail := self._words[_LINE // _WORD]) != (head := self._words[0]):
-            available = (head - tail) & _MASK
-            size, crc, _, position = _RECORD.unpack(self._get(tail, _RECORD.size))
-            need = _record_bytes(size)
-            sound = position == tail and need <= available <= self.capacity
-            payload = self._get(tail + _RECORD.size, size) if sound else None
-            # Only now may the writer use the room again; killed before this line, the reader's successor reads again.
-            self._words[_LINE // _WORD] = (tail + need) & _MASK if sound else head
-            if payload is not None and zlib.crc32(payload, _seed(size, tail)) == crc:
-                return payload
-            self.corrupted += 1
-        return None
-
-    def waiting_bytes(self) -> int:
-        """Committed and not read yet."""
-        return (self._words[0] - self._words[_LINE // _WORD]) & _MASK
-
-    def release(self) -> None:
-        """Let go of the memory."""
-        self._words.release()
-        self._data.release()
-
-    def _put(self, position: int, piece: bytes | memoryview, crc: int) -> int:
-        """Copy `piece`; the CRC is of the copy, for others may be writing into what a piece is a view of."""
-        start = position & (self.capacity - 1)
-        first = min(len(piece), self.capacity - start)
-        self._data[start : start + first] = piece[:first]
-        crc = zlib.crc32(self._data[start : start + first], crc)
-        if rest := len(piece) - first:
-            self._data[:rest] = piece[first:]
-            crc = zlib.crc32(self._data[:rest], crc)
-        return crc
-
-    def _get(self, position: int, size: int) -> bytearray:
-        start = position & (self.capacity - 1)
-        piece = bytearray(self._data[start : start + size])
-        if rest := size - len(piece):
-            piece += self._data[:rest]
-        return piece
-
-    def _commit(self, head: int) -> None:
-        self._words[0] = head  # one aligned 8-byte store: the record is there, or it never was
-
-
-class Slot:
-    """The latest value: one writer that never waits, any number of readers.
-
-    Memory: the count of values published, then two buffers used in turn, so that a reader has the time of a whole
-    publication to copy the newest one. Each starts with its count, its bytes and its CRC32.
-    """
-
-    def __init__(self, memory: memoryview) -> None:
-        self._count = memory[:_WORD].cast("Q")
-        half = (len(memory) - _LINE) // 2
-        self._halves = [memory[_LINE : _LINE + half], memory[_LINE + half : _LINE + 2 * half]]
-        self.capacity = half - _LINE
-        self.seen = 0  # the count this reader returned last
-
-    @staticmethod
-    def bytes_for(max_bytes: int) -> int:
-        """Bytes of memory that a slot for values of `max_bytes` takes."""
-        return _LINE + 2 * (_LINE + _rounded(max_bytes + _HEADER_ROOM, _LINE))
-
-    def write(self, pieces: Pieces, size: int) -> None:
-        """Replace the value."""
-        if size > self.capacity:
-            raise BadMessage(f"{size} bytes do not fit a topic of {self.capacity}: declare it with more max_bytes")
-        count = self._count[0] + 1
-        half = self._halves[count & 1]
-        at, crc = _LINE, _seed(size, count)
-        for piece in pieces:
-            end = at + len(piece)
-            half[at:end] = piece
-            crc = zlib.crc32(half[at:end], crc)  # of the copy, as in Ring
-            at = end
-        _RECORD.pack_into(half, 0, size, crc, 0, count)
-        self._count[0] = count
-
-    def read(self) -> bytearray | None:
-        """The newest value, if it is newer than the one returned last; else None."""
-        for _ in range(_OVERTAKEN):
-            if (count := self._count[0]) == self.seen:
-                return None
-            half = self._halves[count & 1]
-            size, crc, _, stamp = _RECORD.unpack_from(half)
-            if stamp == count and size <= self.capacity:
-                value = bytearray(half[_LINE : _LINE + size])
-                if zlib.crc32(value, _seed(size, count)) == crc:
-                    self.seen = count
-                    return value
-            if self._count[0] == count:  # nobody overtook us: it is damaged, and stays so until the next one
-                return None
-        return None
-
-    def release(self) -> None:
-        """Let go of the memory."""
-        self._count.release()
-        for half in self._halves:
-            half.release()
 
 
 class _Shared:
@@ -202,7 +53,7 @@ class _Board:
 
     def __init__(self, fd: int, topics: Mapping[str, tuple[int, int]]) -> None:
         self.shared = _Shared(fd)
-        self.stop = self.shared.view[:_LINE].cast("Q")
+        self.stop = self.shared.view[:LINE].cast("Q")
         self.slots = {name: Slot(self.shared.view[at : at + size]) for name, (at, size) in topics.items()}
 
     def latest(self, topic: str, receipts: Receipts) -> Message | None:
@@ -259,10 +110,10 @@ class SharedHub:
         name: str = "learner",
     ) -> None:
         self.name = name
-        self._up_bytes = _power_of_two(capacity_bytes)
-        self._down_bytes = _power_of_two(down_bytes)
+        self._up_bytes = power_of_two(capacity_bytes)
+        self._down_bytes = power_of_two(down_bytes)
         self._topics: dict[str, tuple[int, int]] = {}
-        at = _LINE
+        at = LINE
         for topic, max_bytes in (topics or {}).items():
             self._topics[topic] = (at, Slot.bytes_for(max_bytes))
             at += self._topics[topic][1]
@@ -355,6 +206,10 @@ class HubMailbox:
     def latest(self, topic: str) -> Message | None:
         """The newest message of `topic`, if this mailbox has not returned it yet."""
         return self._board.latest(topic, self.receipts)
+
+    def wait_latest(self, topic: str, timeout_s: float) -> Message | None:
+        """`latest`: only the hub publishes, so there is nothing to wait for here."""
+        return self.latest(topic)
 
     def waiting_bytes(self) -> int:
         """What the children sent and nobody received yet: how far the learner is behind."""
@@ -476,19 +331,3 @@ def _decoded(record: bytearray, max_bytes: int, receipts: Receipts) -> Message |
         receipts.corrupted += 1
         receipts.last_damage = str(error)
         return None
-
-
-def _seed(size: int, position: int) -> int:
-    return zlib.crc32(struct.pack("<QQ", size, position))
-
-
-def _record_bytes(size: int) -> int:
-    return _rounded(_RECORD.size + size, _WORD)
-
-
-def _rounded(size: int, step: int) -> int:
-    return size + -size % step
-
-
-def _power_of_two(size: int) -> int:
-    return 1 << max(size - 1, _LINE - 1).bit_length()
