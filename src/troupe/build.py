@@ -7,18 +7,21 @@ from collections.abc import Callable
 from typing import Any
 
 import msgspec
+import numpy as np
 import torch
 from gymnasium import spaces
 
 from troupe import envs
 from troupe.algos import algorithm_class
 from troupe.config import Config
-from troupe.nets import ActorCritic, NetSpec
+from troupe.nets import NetSpec, observation_dtype
 from troupe.parameters import Parameters
 from troupe.ports import Algorithm
+from troupe.replay import ReplayShape, check_fits
 from troupe.roles.cargo import RolloutShape
 from troupe.roles.play import Player
 from troupe.seeding import Seeds
+from troupe.types import Seat
 
 
 def env_spec(config: Config) -> envs.EnvSpec:
@@ -31,17 +34,36 @@ def rollout_steps(config: Config) -> int:
     return int(config.hyper["rollout_steps"])
 
 
-def build_algorithm(config: Config, observation: spaces.Space[Any], action: spaces.Space[Any]) -> Algorithm:
-    """The same in every process: one seed, one network."""
+def build_algorithm(
+    config: Config,
+    observation: spaces.Space[Any],
+    action: spaces.Space[Any],
+    *,
+    rank: int = 0,
+    replay_memory: Any = None,
+) -> Algorithm:
+    """The same network in every process, by the one seed; `rank` tells workers apart in what else they draw."""
     seeds = Seeds(config.seed)
     torch.manual_seed(seeds.integer("weights"))  # a user's own module draws its weights from torch's stream
     spec = NetSpec(config.net, config.activation, config.dropout, config.observation_scale)
-    network = ActorCritic(observation, action, spec)
-    parameters = Parameters(network, optimiser=config.optimiser)
     kind = algorithm_class(config.algo)
     hyper = msgspec.convert(config.hyper, kind.Config)
-    algorithm: Algorithm = kind(hyper, network, parameters, seeds.stream("learn"), config.envs * rollout_steps(config))
+    network = kind.make_network(hyper, observation, action, spec)
+    parameters = Parameters(network, optimiser=config.optimiser)
+    turn_steps = config.envs * rollout_steps(config)
+    seat = Seat(rank, config.workers, config.envs, turn_steps, replay_memory)
+    algorithm: Algorithm = kind(hyper, network, parameters, seeds.stream("learn", rank), seat)
     return algorithm
+
+
+def replay_bytes(config: Config, observation: spaces.Space[Any]) -> int:
+    """How large a memory all workers must be handed, for `build_algorithm`; 0 where they share no experience."""
+    if config.hyper.get("replay") != "global":
+        return 0
+    dtype = str(np.dtype(observation_dtype(observation)))
+    shape = ReplayShape(int(config.hyper["replay_size"]), config.workers, observation.shape or (), dtype)
+    check_fits(shape)
+    return shape.nbytes()
 
 
 def build_player(

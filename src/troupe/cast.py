@@ -61,7 +61,7 @@ def perform(
     if part.role == "evaluator":
         return _evaluator(config, run, mailbox, incarnation, beat)
     player = build_player(config, part.rank, incarnation, beat)
-    algorithm = build_algorithm(config, player.envs.observation_space, player.envs.action_space)
+    algorithm = build_algorithm(config, player.envs.observation_space, player.envs.action_space, rank=part.rank)
     lag = algorithm.lag_rollouts if config.overlap else 0
     return actor(
         algorithm, player, mailbox, run=run, name=part.name, incarnation=incarnation, steps=rollout_steps(config),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import math
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import numpy as np
 import torch
@@ -135,7 +135,22 @@ def _linear(inputs: int, outputs: int, gain: float) -> nn.Linear:
 _PLAIN = (nn.Sequential, nn.Linear, nn.Tanh, nn.ReLU, nn.ELU, Read)
 
 
-class ActorCritic(nn.Module):
+class _Network(nn.Module):
+    """What the agents' networks share: they are in evaluation mode but for gradients, and switching costs nothing."""
+
+    def _settle(self) -> None:
+        """Last of all in a constructor."""
+        super().train(False)  # dropout is for gradients alone, see roles/learn
+        self._moody = [module for module in self.modules() if module is not self and type(module) not in _PLAIN]
+
+    def train(self, mode: bool = True) -> Self:
+        """Switch only what differs by mode: a walk over every module, at every gradient, would cost 80 us."""
+        for module in self._moody:
+            module.train(mode)
+        return self
+
+
+class ActorCritic(_Network):
     """A policy and a value network side by side; they share nothing but the vector."""
 
     def __init__(self, observation: spaces.Space[Any], action: spaces.Space[Any], spec: NetSpec) -> None:
@@ -149,14 +164,7 @@ class ActorCritic(nn.Module):
         self.value = nn.Sequential(value, _linear(size, 1, 1.0))
         if self.continuous:
             self.log_std = nn.Parameter(torch.zeros(outputs))
-        super().train(False)  # dropout is for gradients alone, see roles/learn
-        self._moody = [module for module in self.modules() if module is not self and type(module) not in _PLAIN]
-
-    def train(self, mode: bool = True) -> ActorCritic:
-        """Switch only what differs by mode: a walk over every module, at every gradient, would cost 80 us."""
-        for module in self._moody:
-            module.train(mode)
-        return self
+        self._settle()
 
     def values(self, observations: Tensor) -> Tensor:
         """V(o), [N]."""
@@ -197,6 +205,28 @@ class ActorCritic(nn.Module):
         z = np.zeros_like(mean) if greedy else rng.standard_normal(mean.shape, np.float32)
         log_probs = (-0.5 * z * z - log_std - 0.5 * math.log(2 * math.pi)).sum(-1)
         return mean + z * np.exp(log_std), log_probs.astype(np.float32)
+
+
+class QNetwork(_Network):
+    """The value of every action, [N, A]; dueling: as the value of the state and what each action adds to it."""
+
+    def __init__(
+        self, observation: spaces.Space[Any], action: spaces.Discrete, spec: NetSpec, *, dueling: bool = False
+    ) -> None:
+        super().__init__()
+        self.observation_shape = observation.shape or ()
+        self.observation_dtype = str(np.dtype(observation_dtype(observation)))
+        self.actions, self.action_start, self.dueling = int(action.n), int(action.start), dueling
+        features, size = body(observation, spec)
+        self.q = nn.Sequential(features, _linear(size, self.actions + dueling, 0.01))  # no action is dear at the start
+        self._settle()
+
+    def forward(self, observations: Tensor) -> Tensor:
+        out: Tensor = self.q(observations)
+        if not self.dueling:
+            return out
+        advantages = out[:, 1:]
+        return out[:, :1] + advantages - advantages.mean(1, keepdim=True)  # Wang 2016, eq. 9
 
 
 def action_size(space: spaces.Space[Any]) -> int:

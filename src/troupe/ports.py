@@ -42,6 +42,7 @@ class Algorithm(Protocol):
     parameters: Parameters
     network: nn.Module
     lag_rollouts: int  # how many of an actor's own rollouts the weights it plays with may be behind
+    off_policy: bool  # what is remembered stays: nobody need wait for a gradient to be made of it
 
     def act(self, observations: Array, rng: np.random.Generator, *, greedy: bool = False) -> Decision:
         """Choose actions for B observations. All randomness comes from `rng`."""

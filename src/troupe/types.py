@@ -79,6 +79,23 @@ class Message:
     arrays: Mapping[str, Array] = field(default_factory=dict)
 
 
+@dataclass(frozen=True, slots=True)
+class Seat:
+    """Where in the company an algorithm works: which worker it is of how many, and what they share."""
+
+    rank: int
+    workers: int
+    envs: int  # of all workers
+    turn_steps: int  # environment steps of one rollout of every worker
+    replay_memory: Any = None  # bytes that every worker sees, where they share their experience
+
+    @property
+    def lanes(self) -> slice:
+        """This worker's environments among those of all."""
+        own = self.envs // self.workers
+        return slice(self.rank * own, (self.rank + 1) * own)
+
+
 @dataclass(slots=True)
 class State:
     """All that an exact resume needs: arrays for the safetensors file, plain values for the JSON beside it."""

@@ -16,6 +16,7 @@ from gymnasium import spaces
 
 from troupe.algos import ALGORITHMS
 from troupe.build import build_algorithm
+from troupe.errors import ConfigError
 from troupe.ports import Algorithm
 from troupe.resolve import hyper_class, resolve
 from troupe.roles.learn import learn
@@ -30,7 +31,11 @@ ACTIONS: dict[str, spaces.Space[Any]] = {
     "discrete from 5": spaces.Discrete(3, start=5),
     "continuous": spaces.Box(-2.0, 2.0, (2,), np.float32),
 }
-SMALL = {"rollout_steps": STEPS, "minibatch": 128, "epochs": 2, "passes": 2}  # where the algorithm has the option
+SMALL = {  # where the algorithm has the option
+    "rollout_steps": STEPS, "minibatch": 128, "epochs": 2, "passes": 2,
+    "batch": 32, "learning_starts": 64, "train_every": 8.0, "target_every": 10, "replay_size": 300,
+}  # fmt: skip
+ACTS_BY_VALUE = {"dqn"}  # plays the action of the highest value, so it takes no continuous ones
 BANDIT = {"discrete": (150, 0.02), "continuous": (400, 0.003)}  # gradients within which it must be learned, step size
 
 
@@ -101,8 +106,18 @@ def algo(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture(params=sorted(ACTIONS))
-def action(request: pytest.FixtureRequest) -> spaces.Space[Any]:
+def action(algo: str, request: pytest.FixtureRequest) -> spaces.Space[Any]:
+    if request.param == "continuous":
+        refuse_continuous(algo)
     return ACTIONS[request.param]
+
+
+def refuse_continuous(algo: str) -> None:
+    """Not a gap: what the algorithm cannot do it has to say."""
+    if algo in ACTS_BY_VALUE:
+        with pytest.raises(ConfigError, match=f"{algo} .* are continuous .*: use --algo"):
+            make(algo, ACTIONS["continuous"])
+        pytest.skip(f"{algo} refuses continuous actions")
 
 
 def test_actions_are_of_the_space_and_their_log_probabilities_are_the_networks(
@@ -120,6 +135,9 @@ def test_actions_are_of_the_space_and_their_log_probabilities_are_the_networks(
     else:
         assert decision.actions.shape == (32, *(action.shape or ())) and decision.actions.dtype == np.float32
         assert np.isfinite(decision.actions).all()
+    if algo in ACTS_BY_VALUE:  # the chance is epsilon's, which is 1 at the start
+        np.testing.assert_allclose(decision.log_probs, -math.log(3), rtol=1e-6)
+        return
     with torch.no_grad():
         network: Any = algorithm.network
         again, _ = network.log_prob_entropy(torch.from_numpy(observations), torch.from_numpy(decision.actions))
@@ -262,8 +280,11 @@ class Bandit:
 @pytest.mark.parametrize("kind", sorted(BANDIT))
 def test_the_better_action_of_a_bandit_is_learned(algo: str, kind: str) -> None:
     (gradients, rate), continuous = BANDIT[kind], kind == "continuous"
+    if continuous:
+        refuse_continuous(algo)
     space: spaces.Space[Any] = spaces.Box(-3.0, 3.0, (1,), np.float32) if continuous else spaces.Discrete(2)
-    options = {"learning_rate": rate, "learning_rate_end": 1.0, "entropy": 0.0, "envs": 32, "optimiser": "adam"}
+    options = {"learning_rate": rate, "learning_rate_end": 1.0, "envs": 32, "optimiser": "adam"}
+    options |= {"exploration": 0.0, "epsilon_end": 0.05} if algo in ACTS_BY_VALUE else {"entropy": 0.0}
     algorithm = make(algo, space, spaces.Box(0.0, 1.0, (1,), np.float32), **options)
     bandit = Bandit(continuous)
     player = Player(bandit, np.random.default_rng(0))

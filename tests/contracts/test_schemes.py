@@ -32,7 +32,10 @@ from troupe.transports.memory import MemoryHub
 from troupe.types import Json, Message, Rollout
 
 ENV = "CartPole-v1"
-SMALL = {"rollout_steps": 32, "minibatch": 128, "epochs": 2, "passes": 2}  # where the algorithm has the option
+SMALL = {  # where the algorithm has the option
+    "rollout_steps": 32, "minibatch": 128, "epochs": 2, "passes": 2,
+    "batch": 32, "learning_starts": 300, "train_every": 16.0, "target_every": 50, "replay_size": 2000,
+}  # fmt: skip
 STEPS = 6000  # environment steps: episodes end, the step size falls, many rollouts cross the cut
 CUT = sorted(set(SCHEMES) - {"local"})
 GONE_S = 2.0

@@ -23,7 +23,10 @@ from troupe.journal import Journal
 from troupe.resolve import hyper_class
 from troupe.types import Json
 
-SMALL = {"rollout_steps": 32, "minibatch": 128, "epochs": 2, "passes": 2}  # where the algorithm has the option
+SMALL = {  # where the algorithm has the option
+    "rollout_steps": 32, "minibatch": 128, "epochs": 2, "passes": 2,
+    "batch": 32, "learning_starts": 300, "train_every": 16.0, "target_every": 50, "replay_size": 2000,
+}  # fmt: skip
 WHOLE = 6000  # environment steps: many episodes and a step size that falls
 CLOCKS = {"seconds", "life"}  # fields of the books that a resumed run has its own of
 PATIENCE_S = 60.0

@@ -8,6 +8,7 @@ ALGORITHMS: dict[str, str] = {
     "ppo": "troupe.algos.ppo:PPO",
     "a3c": "troupe.algos.a3c:A3C",
     "impala": "troupe.algos.impala:IMPALA",
+    "dqn": "troupe.algos.dqn:DQN",
 }
 
 

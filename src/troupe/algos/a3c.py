@@ -9,11 +9,11 @@ import numpy as np
 from msgspec import Meta, Struct
 
 from troupe import returns
-from troupe.algos.actor_critic import ActorCriticAgent, Samples, join, policy_gradient, samples
+from troupe.algos.actor_critic import ActorCriticAgent, Samples, join, make_actor_critic, policy_gradient, samples
 from troupe.algos.options import Count, Fraction, Positive, Weight
 from troupe.nets import ActorCritic
 from troupe.parameters import Parameters
-from troupe.types import Array, Decision, Metrics
+from troupe.types import Array, Decision, Metrics, Seat
 
 
 class A3CConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -36,10 +36,12 @@ class A3C:
     """Learns from every rollout once, with the weights that played it."""
 
     Config = A3CConfig
+    make_network = staticmethod(make_actor_critic)
     lag_rollouts = 0  # its gradient is only right for the weights that acted
+    off_policy = False
 
     def __init__(
-        self, config: A3CConfig, network: ActorCritic, parameters: Parameters, rng: np.random.Generator, enough: int
+        self, config: A3CConfig, network: ActorCritic, parameters: Parameters, rng: np.random.Generator, seat: Seat
     ) -> None:
         self.config = config
         self.agent = ActorCriticAgent(network, parameters, rng)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
+from gymnasium import spaces
 from torch import Tensor
 
-from troupe.nets import ActorCritic
+from troupe.nets import ActorCritic, NetSpec
 from troupe.parameters import Parameters
 from troupe.seeding import rng_state, set_rng_state
 from troupe.types import Array, Decision, Metrics, Rollout, State
@@ -44,6 +46,13 @@ class Samples:
             self.observations[index], self.actions[index], self.log_probs[index],
             self.advantages[index], self.returns[index],
         )  # fmt: skip
+
+
+def make_actor_critic(
+    config: object, observation: spaces.Space[Any], action: spaces.Space[Any], spec: NetSpec
+) -> ActorCritic:
+    """The network that all of them learn with, whatever their options."""
+    return ActorCritic(observation, action, spec)
 
 
 class ActorCriticAgent:

@@ -10,11 +10,11 @@ import torch
 from msgspec import Meta, Struct
 
 from troupe import returns
-from troupe.algos.actor_critic import ActorCriticAgent, Samples, join, policy_gradient, samples
+from troupe.algos.actor_critic import ActorCriticAgent, Samples, join, make_actor_critic, policy_gradient, samples
 from troupe.algos.options import Count, Fraction, Positive, Weight
 from troupe.nets import ActorCritic
 from troupe.parameters import Parameters
-from troupe.types import Array, Metrics, Rollout
+from troupe.types import Array, Metrics, Rollout, Seat
 
 
 class IMPALAConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -38,10 +38,12 @@ class IMPALA:
     """Learns from whatever arrives, however old the weights that played it."""
 
     Config = IMPALAConfig
+    make_network = staticmethod(make_actor_critic)
     lag_rollouts = 2
+    off_policy = False
 
     def __init__(
-        self, config: IMPALAConfig, network: ActorCritic, parameters: Parameters, rng: np.random.Generator, enough: int
+        self, config: IMPALAConfig, network: ActorCritic, parameters: Parameters, rng: np.random.Generator, seat: Seat
     ) -> None:
         self.config = config
         self.agent = ActorCriticAgent(network, parameters, rng)

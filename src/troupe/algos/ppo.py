@@ -10,12 +10,12 @@ import torch
 from msgspec import Meta, Struct
 
 from troupe import returns
-from troupe.algos.actor_critic import ActorCriticAgent, Samples, backward, join, samples
+from troupe.algos.actor_critic import ActorCriticAgent, Samples, backward, join, make_actor_critic, samples
 from troupe.algos.options import Count, Fraction, Positive, Weight
 from troupe.errors import ConfigError
 from troupe.nets import ActorCritic
 from troupe.parameters import Parameters
-from troupe.types import Metrics
+from troupe.types import Metrics, Seat
 
 
 class PPOConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -45,15 +45,17 @@ class PPO:
     """Holds rollouts until there is one batch of them, then learns from it epoch by epoch."""
 
     Config = PPOConfig
+    make_network = staticmethod(make_actor_critic)
     lag_rollouts = 1  # the ratio says how far the policy that acted is away
+    off_policy = False
 
     def __init__(
-        self, config: PPOConfig, network: ActorCritic, parameters: Parameters, rng: np.random.Generator, enough: int
+        self, config: PPOConfig, network: ActorCritic, parameters: Parameters, rng: np.random.Generator, seat: Seat
     ) -> None:
         self.config = config
         self.agent = ActorCriticAgent(network, parameters, rng)
         self.network, self.parameters = network, parameters
-        self.enough = config.batch_steps or enough
+        self.enough = config.batch_steps or seat.turn_steps
         if config.minibatch > self.enough:
             raise ConfigError(f"--minibatch {config.minibatch} is more than the {self.enough} steps that are gathered")
         self.act, self.remember = self.agent.act, self.agent.remember

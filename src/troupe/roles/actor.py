@@ -31,6 +31,7 @@ def actor(
             news = mailbox.wait_latest("weights", 0.0 if 0 <= learned >= sent - lag_rollouts else 0.1)
             if news is not None:
                 algorithm.parameters.load_weights(news.arrays["weights"], news.version)
+                algorithm.anneal(float(news.meta["progress"]))
                 learned = int(news.meta.get(me, 0))
             if 0 <= learned >= sent - lag_rollouts:
                 break

@@ -87,6 +87,10 @@ class RolloutShape:
         return (grid + self.batch) * cell + grid * (action + 11 + cell + 16 + 12) + 65_536
 
 
-def pack_weights(weights: Array, *, run: str, version: int, learned: Mapping[str, int]) -> Message:
-    """Weights on their way down; `learned` says how many rollouts of each sender are in them."""
-    return Message("weights", run, "learner", version=version, meta=dict(learned), arrays={"weights": weights})
+def pack_weights(
+    weights: Array, *, run: str, version: int, learned: Mapping[str, int], progress: float = 0.0
+) -> Message:
+    """Weights on their way down; `learned` says how many rollouts of each sender are in them, `progress` how much of
+    the training is done, since those who only play have schedules too."""
+    meta = {**learned, "progress": progress}
+    return Message("weights", run, "learner", version=version, meta=meta, arrays={"weights": weights})

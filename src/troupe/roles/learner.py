@@ -17,7 +17,12 @@ def learner(
     """Each turn one rollout, or a short wait for one."""
     parameters = algorithm.parameters
     merged: dict[str, int] = {}  # rollouts of each sender's incarnation that were remembered
-    mailbox.publish("weights", pack_weights(parameters.weights(), run=run, version=parameters.version, learned={}))
+
+    def publish(progress: float) -> None:
+        weights, version = parameters.weights(), parameters.version
+        mailbox.publish("weights", pack_weights(weights, run=run, version=version, learned=merged, progress=progress))
+
+    publish(ledger.progress())
     while True:
         begin = time.perf_counter()
         message = mailbox.receive(timeout_s=0.1)
@@ -36,14 +41,15 @@ def learner(
             continue
         ledger.played(rollout, message)
         merged[f"{message.sender}.{message.incarnation}"] = message.sequence
-        algorithm.anneal(ledger.progress())
+        progress = ledger.progress()
+        algorithm.anneal(progress)
         algorithm.remember(rollout)
         metrics = learn(algorithm, exchange)
         learned = time.perf_counter()
         ledger.spent("learn", learned - arrived)
         if metrics:
             ledger.learned(metrics)
-            news = pack_weights(parameters.weights(), run=run, version=parameters.version, learned=merged)
-            mailbox.publish("weights", news)
+        if metrics or algorithm.off_policy:
+            publish(progress)
             ledger.spent("send", time.perf_counter() - learned)
         yield

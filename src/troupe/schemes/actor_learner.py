@@ -8,7 +8,7 @@ from typing import Any
 from troupe.config import Config
 from troupe.roles.learner import learner
 from troupe.schemes.exchange import apply_here
-from troupe.schemes.scheme import Company, Part
+from troupe.schemes.scheme import Company, Part, one_memory
 
 
 class ActorLearner:
@@ -18,7 +18,7 @@ class ActorLearner:
 
     def refuses(self, config: Config, algorithm: Any) -> str | None:
         """Goes with every algorithm that is here: each says by how many rollouts its actors may be behind."""
-        return None
+        return one_memory(config)
 
     def parts(self, config: Config) -> list[Part]:
         """One actor a worker."""

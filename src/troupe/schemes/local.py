@@ -8,7 +8,7 @@ from typing import Any
 from troupe.config import Config
 from troupe.roles.worker import worker
 from troupe.schemes.exchange import apply_here
-from troupe.schemes.scheme import Company, Part
+from troupe.schemes.scheme import Company, Part, one_memory
 
 
 class Local:
@@ -22,7 +22,7 @@ class Local:
             return (
                 f"scheme local is one process, so --workers {config.workers} makes no sense: use --scheme actor-learner"
             )
-        return None
+        return one_memory(config)
 
     def parts(self, config: Config) -> list[Part]:
         """Nobody else."""

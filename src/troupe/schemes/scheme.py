@@ -54,3 +54,13 @@ class Scheme(Protocol):
 
     def main(self, company: Company) -> Iterator[None]:
         """What the main process does, a turn at a time."""
+
+
+def one_memory(config: Config) -> str | None:
+    """Where one process learns there is one memory, and nobody to share it with."""
+    if config.hyper.get("replay") != "global":
+        return None
+    return (
+        f"scheme {config.scheme} has one learner, whose memory holds everything already, so --replay global makes no "
+        "sense: use --replay local"
+    )
