@@ -74,7 +74,8 @@ def build_player(
     threads = config.env_threads or max(1, (os.cpu_count() or 1) // config.workers)
     rng = seeds.stream("envs", rank, incarnation)
     made = envs.make(env_spec(config), config.envs // config.workers, rng=rng, threads=threads)
-    return Player(made, seeds.stream("play", rank, incarnation), beat=beat)
+    delayed = envs.DelayedEnvironments(made, config.env_delay_ms / 1000) if config.env_delay_ms else made
+    return Player(delayed, seeds.stream("play", rank, incarnation), beat=beat)
 
 
 def rollout_shape(config: Config, observation: spaces.Space[Any], action: spaces.Space[Any]) -> RolloutShape:

@@ -33,6 +33,26 @@ EXTRA_OPTIONS = {
 }
 
 
+COMPARE_HELP = """\
+usage: troupe compare ENV [--algo A,B] [--schemes S,T] [--workers 1,2,4] [--seeds N] [--options of troupe train]
+
+Train every combination, one run after another, and write tables and charts of what came of it below the runs folder.
+The same command goes on after an interruption; a run that has ended is not run again.
+
+  --algo A,B,...                algorithms (default: the preset's)
+  --schemes S,T,...             coordination schemes (default: all); local is one process, and the reference
+  --workers N,M,...             numbers of workers (default: powers of two up to the number of cores)
+  --seeds N                     seeds 1 to N of each (default 3)
+  --envs-per-worker N           as many environments as N times the workers, instead of a fixed number
+  --name STUDY                  the study's folder (default: compare-ENV-1 and so on)
+  --fresh                       forget what the study has, and start it again
+  --quiet                       print nothing
+Every other option is held fixed and means what 'troupe train --help' says. Give a limit: --until solved,minutes=5
+
+exit codes: 0 every run ended, 1 some failed, 2 something was wrong with what was asked, 130 and 143 interrupted.
+"""
+
+
 class _Parser(argparse.ArgumentParser):
     """argparse whose errors are one sentence."""
 
@@ -67,6 +87,8 @@ def _run(given: list[str]) -> int:
         return 0 if not given else 2
     if given[0] in ("train", "resume"):
         return _train_or_resume(parser, given)
+    if given[0] == "compare":
+        return _compare(given[1:])
     known = parser.parse_args(given)
     from troupe import commands
 
@@ -83,6 +105,7 @@ def _commands() -> _Parser:
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True, parser_class=_Parser)
     commands.add_parser("train", help="train an agent: troupe train ENV [--options]", add_help=False)
     commands.add_parser("resume", help="go on with a run: troupe resume RUN [--options]", add_help=False)
+    commands.add_parser("compare", help="schemes by workers, each over seeds: tables and charts", add_help=False)
     evaluate = commands.add_parser("eval", help="play whole reference episodes, report mean, spread and interval")
     evaluate.add_argument("run", help="a run's name or path")
     evaluate.add_argument("--episodes", type=_count, default=100, help="how many (default 100)")
@@ -125,6 +148,16 @@ def _train_or_resume(parser: _Parser, given: list[str]) -> int:
 
         start = commands.train if command == "train" else commands.resume
         return start(subject, options, supervisor)
+
+
+def _compare(given: list[str]) -> int:
+    if not given or "-h" in given or "--help" in given:
+        print(COMPARE_HELP)
+        return 0 if given else 2
+    subject, options = parse_options("compare", given)
+    from troupe import commands
+
+    return commands.compare(subject, options)
 
 
 def parse_options(command: str, given: list[str]) -> tuple[str | None, dict[str, str | bool]]:

@@ -33,6 +33,19 @@ def train(env: str | None, options: dict[str, Any], supervisor: Supervisor | Non
     return report(outcome)
 
 
+def compare(env: str | None, options: dict[str, Any]) -> int:
+    """troupe compare ENV --algo A,B --schemes S,T --workers N,M [--options]."""
+    from troupe import compare as studies
+
+    file = options.get("config")
+    if file is not None:
+        options = {**options, "config": os.path.abspath(str(file))}
+    given = {**(load_toml(Path(options["config"])) if file else {}), **parsed(options)}
+    plan = studies.plan(env, options, given)
+    name, fresh, quiet = str(options.get("name", "")), bool(options.get("fresh")), bool(options.get("quiet"))
+    return studies.compare(plan, name, fresh=fresh, show=not quiet)
+
+
 def resume(name: str | None, options: dict[str, Any], supervisor: Supervisor | None = None) -> int:
     """troupe resume RUN [--options]."""
     if name is None:

@@ -28,6 +28,9 @@ class Config(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     workers: Option[int, Meta(ge=1, description="processes that play")] = 1
     envs: Option[int, Meta(ge=1, description="environments in all, spread over the workers")] = 64
     env_threads: Option[int, Meta(ge=0, description="threads EnvPool steps with, per worker; 0: cores / workers")] = 0
+    env_delay_ms: Option[
+        float, Meta(ge=0, description="each step of a worker's environments waits so long: stands in for a slow one")
+    ] = 0.0
     overlap: Option[bool, Meta(description="play the next rollout while the last one is learned from")] = True
     seed: Option[int, Meta(ge=0, description="the root of every random stream")] = 1
     name: Option[str, Meta(description="the run's name; the same name resumes")] = ""

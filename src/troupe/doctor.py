@@ -24,6 +24,7 @@ EXTRAS = {
     "atari": ("ale_py", "Atari games"),
     "mujoco": ("mujoco", "MuJoCo tasks"),
     "ray": ("ray", "Ray clusters"),
+    "plots": ("matplotlib", "charts of troupe compare"),
 }
 MEASURE_S = 1.0
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import importlib.util
 import logging
+import time
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -223,6 +224,25 @@ class Environments:
 
     def close(self) -> None:
         self._vector.close()
+
+
+class DelayedEnvironments:
+    """`envs`, each step of which waits `delay_s` longer: a stand-in for a heavy simulator, or for a device.
+
+    One wait serves the whole batch, as if every environment had a device of its own and all of them answered side by
+    side. The wait takes no core. Seeds, actions and all that follows from them stay as they were.
+    """
+
+    def __init__(self, envs: Environments, delay_s: float) -> None:
+        self.batch, self.state, self.restore = envs.batch, envs.state, envs.restore
+        self.observation_space, self.action_space = envs.observation_space, envs.action_space
+        self.reset, self.close = envs.reset, envs.close
+        self._envs, self._delay_s = envs, delay_s
+
+    def step(self, actions: Array) -> Step:
+        """One step of each environment, and the wait."""
+        time.sleep(self._delay_s)
+        return self._envs.step(actions)
 
 
 class _OpenEpisodes:

@@ -100,6 +100,11 @@ def check_pairs(config: Config) -> None:
         raise ConfigError(
             f"--envs {config.envs} cannot be spread evenly over --workers {config.workers}: take --envs {even}"
         )
+    if config.env_delay_ms >= config.step_timeout_s * 1000:
+        raise ConfigError(
+            f"--env-delay-ms {config.env_delay_ms:g} is not below --step-timeout-s {config.step_timeout_s:g}, so every "
+            "step would count as a hang: allow more with --step-timeout-s"
+        )
     refusal = SCHEMES[config.scheme]().refuses(config, algorithm_class(config.algo))
     if refusal:
         raise ConfigError(refusal)

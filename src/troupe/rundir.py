@@ -62,7 +62,7 @@ class RunDir:
     @classmethod
     def create(cls, name: str, *, fresh: bool, root: Path | None = None) -> RunDir:
         """A new run, locked. Where `name` exists: with `fresh` it is emptied, if it really is a run; else refused."""
-        path = (root or runs_root()) / _checked_name(name)
+        path = (root or runs_root()) / checked_name(name)
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             try:
@@ -316,7 +316,8 @@ def _toml_string(text: str) -> str:
     return '"' + re.sub(r"[\x00-\x1f\x7f]", lambda found: f"\\u{ord(found[0]):04x}", escaped) + '"'
 
 
-def _checked_name(name: str) -> str:
+def checked_name(name: str) -> str:
+    """`name`, if it can be that of a folder below the runs folder."""
     if not _RUN_NAME.fullmatch(name):
         raise RunDirError(f"{name!r} cannot be a run's name: use letters, digits, '.', '-', '_' or '+', 128 at most")
     return name
