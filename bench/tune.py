@@ -49,6 +49,15 @@ SPACES: dict[str, dict[str, list[Any]]] = {
         "lam": [0.9, 0.95, 1.0],
     },
     "a3c": {**SHARED, "rollout_steps": [5, 8, 16, 32], "optimiser": ["adam", "rmsprop"]},
+    "dqn": {
+        "envs": [16, 32, 64], "rollout_steps": [8, 16], "activation": ["relu"],
+        "net": ["64x64", "128x128", "256x128", "256x256"], "batch": [64, 128, 256, 512],
+        "train_every": [4.0, 8.0, 16.0, 32.0], "learning_rate": [5e-4, 1e-3, 2e-3, 3e-3],
+        "learning_rate_end": [0.1, 0.3], "gamma": [0.98, 0.99, 0.995], "n_step": [1, 3, 5],
+        "target_every": [50, 100, 200, 400, 800], "epsilon_end": [0.01, 0.03, 0.1], "epsilon_spread": [0.0, 1.0],
+        "exploration": [0.1, 0.2, 0.4], "reward_scale": [0.01, 0.03, 0.1], "max_gradient_norm": [1.0, 10.0],
+        "double": [True, False], "horizon": [50_000, 100_000, 200_000, 400_000],
+    },
 }  # fmt: skip
 
 

@@ -16,11 +16,11 @@ PACKAGE = Path(__file__).parents[1] / "src" / "troupe"
 FOUNDATION = (
     "types errors",
     "seeding parameters nets returns transitions region config journal checkpoints",
-    "ports envs pulse goal rundir replay",
+    "ports envs pulse goal rundir replay plain",
 )
 # The branches: what of the foundation each may see, besides itself. `schemes` is the one that stands on another branch.
 BRANCHES = {
-    "algos": "types errors seeding parameters nets returns transitions replay",  # maths: no role, no scheme
+    "algos": "types errors seeding parameters nets returns transitions replay plain",  # maths: no role, no scheme
     "roles": "types errors seeding ports envs",  # loops: are handed an algorithm and a mailbox already built
     "schemes": "types errors parameters ports config roles",
     "transports": "types errors ports region",  # carry messages, whatever is in them

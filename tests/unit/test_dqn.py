@@ -76,7 +76,7 @@ def test_the_gradient_is_that_of_the_loss_written_out(double: bool, dueling: boo
             q_next, q_target = (net(batch.next_observations[i : i + 1])[0] for net in (online, algorithm.target))
             best = int((q_next if double else q_target).argmax())
             chose_otherwise += int(q_next.argmax()) != int(q_target.argmax())
-            goal = batch.returns[i] + batch.discounts[i] * q_target[best]
+            goal = batch.returns[i, 0] + batch.discounts[i, 0] * q_target[best]
         error = (online(batch.observations[i : i + 1])[0, int(batch.actions[i])] - goal).abs()
         loss = loss + (0.5 * error**2 if error <= 0.7 else 0.7 * (error - 0.35)) / 16
     online.zero_grad(set_to_none=True)

@@ -12,12 +12,14 @@ import torch
 from gymnasium import spaces
 from msgspec import Meta, Struct
 from torch import Tensor
+from torch.nn.functional import huber_loss
 
 from troupe.algos.actor_critic import backward
 from troupe.algos.options import Count, Fraction, Positive, Weight
 from troupe.errors import ConfigError, TroupeError
 from troupe.nets import NetSpec, QNetwork, action_size
 from troupe.parameters import Parameters
+from troupe.plain import plain
 from troupe.replay import Replay, ReplayShape
 from troupe.seeding import rng_state, set_rng_state
 from troupe.transitions import n_step_transitions
@@ -64,9 +66,9 @@ class Batch:
 
     observations: Tensor  # [N, ...]
     actions: Tensor  # [N, 1], counted from 0
-    returns: Tensor  # [N]
+    returns: Tensor  # [N, 1]
     next_observations: Tensor  # [N, ...]
-    discounts: Tensor  # [N]
+    discounts: Tensor  # [N, 1]
     next_values: Tensor  # [N, A], the target network's
 
 
@@ -84,6 +86,7 @@ class DQN:
         self.enough = max(config.learning_starts, config.batch)
         _check(config, self.enough, config.replay_size * shares)
         self.config, self.network, self.parameters, self.rng = config, network, parameters, rng
+        self.plain = None if config.dueling else plain(network.q)
         shape = ReplayShape(config.replay_size, shares, network.observation_shape, network.observation_dtype)
         self.memory: Replay | None = None
         if config.replay == "local":
@@ -94,6 +97,7 @@ class DQN:
         self.target_age = 0  # of the weights in it: their version // target_every
         self.owed_steps = 0.0  # environment steps that no gradient was made for yet
         self.end_epsilons = lane_epsilons(config.epsilon_end, config.epsilon_spread, seat.envs)[seat.lanes]
+        self.value = 0.0  # what the target network expects of what was drawn last
         self.anneal(0.0)
 
     @staticmethod
@@ -118,7 +122,7 @@ class DQN:
     def act(self, observations: Array, rng: np.random.Generator, *, greedy: bool = False) -> Decision:
         """The action of the highest value; for learning, with each environment's own epsilon a random one."""
         with torch.inference_mode():
-            best: Array = self.network(torch.from_numpy(observations)).argmax(1).numpy()
+            best: Array = self._values(torch.from_numpy(observations)).argmax(1).numpy()
         count, actions = len(best), self.network.actions
         if greedy:
             return Decision(best + self.network.action_start, np.zeros(count, np.float32))
@@ -149,28 +153,47 @@ class DQN:
         drawn = self._memory().sample(count, c.batch, self.rng, with_replacement=c.with_replacement)
         following = torch.from_numpy(drawn.next_observations)
         with torch.no_grad():
-            columns = (
-                torch.from_numpy(drawn.observations),
-                torch.from_numpy(drawn.actions - self.network.action_start)[:, None],
-                torch.from_numpy(drawn.returns), following, torch.from_numpy(drawn.discounts), self.target(following),
-            )  # fmt: skip
+            next_values = self.target(following)
+        self.value = float(next_values.amax(1).mean())
+        columns = (
+            torch.from_numpy(drawn.observations), torch.from_numpy(drawn.actions - self.network.action_start)[:, None],
+            torch.from_numpy(drawn.returns)[:, None], following, torch.from_numpy(drawn.discounts)[:, None],
+            next_values,
+        )  # fmt: skip
         for parts in zip(*(column.split(c.batch) for column in columns), strict=True):
             yield Batch(*parts)
 
     def gradient(self, batch: Batch) -> Metrics:
         """Huber loss of Q(o, a) towards the n-step return and the value of the best action after it."""
-        c = self.config
+        c, plain = self.config, self.plain
         with torch.no_grad():
             if c.double:  # van Hasselt 2016: who chooses the action does not value it
-                best = self.network(batch.next_observations).argmax(1, keepdim=True)
-                follows = batch.next_values.gather(1, best).squeeze(1)
+                best = self._values(batch.next_observations).argmax(1, keepdim=True)
+                follows = batch.next_values.gather(1, best)
             else:
-                follows = batch.next_values.amax(1)
+                follows = batch.next_values.amax(1, keepdim=True)
             targets = torch.addcmul(batch.returns, batch.discounts, follows)
-        values = self.network(batch.observations).gather(1, batch.actions).squeeze(1)
-        loss = torch.nn.functional.huber_loss(values, targets, delta=c.huber)
-        metrics = backward(self.parameters, loss, c.max_gradient_norm)
-        return {**metrics, "value_loss": loss.item(), "value": targets.mean().item(), "epsilon": self.epsilon}
+        if plain is None:
+            values = self.network(batch.observations).gather(1, batch.actions)
+            loss = huber_loss(values, targets, delta=c.huber)
+            metrics = backward(self.parameters, loss, c.max_gradient_norm)
+        else:
+            with torch.no_grad():
+                kept = plain.forward(batch.observations)
+                errors = kept[-1].gather(1, batch.actions).sub_(targets)
+                slopes = errors.clamp(-c.huber, c.huber)  # of the Huber loss, by each value
+                loss = slopes.mul(errors.sub_(slopes, alpha=0.5)).mean()
+                slopes.div_(len(slopes))
+                plain.backward(kept, torch.zeros_like(kept[-1]).scatter_(1, batch.actions, slopes))
+            metrics = {"gradient_norm": self.parameters.clip_gradient(c.max_gradient_norm)}
+        return {**metrics, "value_loss": loss.item(), "value": self.value, "epsilon": self.epsilon}
+
+    def _values(self, observations: Tensor) -> Tensor:
+        """Q(o, .) of the online network, where no gradient is wanted."""
+        if self.plain is not None:
+            return self.plain.forward(observations)[-1]
+        values: Tensor = self.network(observations)
+        return values
 
     def _renew_target(self) -> None:
         """By the version, which counts everybody's updates: a count of one's own would differ from worker to worker."""
