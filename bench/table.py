@@ -35,9 +35,9 @@ def ratio(value: float, reference: float, cap_s: float) -> str:
     return f"> {cap_s / reference:.1f} x" if math.isinf(value) else f"{value / reference:.1f} x"
 
 
-def time_to_solved(record: dict[str, Any]) -> float:
-    """Return the training seconds until solved, or infinity."""
-    return float(record["train_s"]) if record["solved"] else math.inf
+def time_to_solved(record: dict[str, Any], clock: str = "train_s") -> float:
+    """Return the training seconds until solved, or infinity; by `wall_s` the time for evaluations counts as well."""
+    return float(record[clock]) if record["solved"] else math.inf
 
 
 def seed_cell(record: dict[str, Any] | None, cap_s: float) -> str:
@@ -52,10 +52,10 @@ def seed_cell(record: dict[str, Any] | None, cap_s: float) -> str:
     return f"> {cap_s:g} (best {best:.0f})" if best is not None else f"> {cap_s:g}"
 
 
-def median_time(records: list[dict[str, Any] | None], seeds: int) -> float | None:
+def median_time(records: list[dict[str, Any] | None], seeds: int, clock: str = "train_s") -> float | None:
     """Return the median over all seeds: None when it is not known, infinity when it lies beyond the cap."""
     good = [record for record in records if record is not None and "error" not in record]
-    times = [time_to_solved(record) for record in good]
+    times = [time_to_solved(record, clock) for record in good]
     if sum(map(math.isinf, times)) > seeds // 2:
         return math.inf
     return statistics.median(times) if len(times) == seeds else None
@@ -68,28 +68,36 @@ def solved_table(records: Records, planned: list[Job], figure: str, seeds: int) 
     cap_s = next(job.cap_s or 0.0 for job in jobs)
     of = {name: [records.get(job.id) for job in jobs if job.contender == name] for name in contenders}
     medians = {name: median_time(of[name], seeds) for name in contenders}
+    known_s = {name: median_time(of[name], seeds, "wall_s") for name in contenders}
     rows = []
     for name in contenders:
-        median = medians[name]
-        reference = medians.get("troupe")
+        median, reference = medians[name], medians.get("troupe")
         known = [record for record in of[name] if record is not None and "error" not in record]
         steps = [record["env_steps"] for record in known if record["solved"]]
         rates = [record["steps_per_s"] for record in known]
         rows.append(
             [
                 name,
-                NOTHING if median is None else seconds(median, cap_s),
-                NOTHING if median is None or reference is None else ratio(median, reference, cap_s),
+                *_against(median, reference, cap_s),
                 *(seed_cell(record, cap_s) for record in of[name]),
+                *_against(known_s[name], known_s.get("troupe"), cap_s),
                 f"{statistics.median(steps):,.0f}" if steps else NOTHING,
                 f"{statistics.median(rates):,.0f}" if rates else NOTHING,
             ]
         )
     head = ["contender", "median s", "against Troupe", *(f"seed {n}" for n in range(1, seeds + 1))]
-    text = grid([*head, "steps to solved", "steps/s"], rows)
+    text = grid([*head, "evaluations counted", "against Troupe", "steps to solved", "steps/s"], rows)
     if any(record is None for records_of in of.values() for record in records_of):
         text += "\n\n`not run`: so many seeds passed the cap that the median is known to lie beyond it, or not run yet."
     return text
+
+
+def _against(median: float | None, reference: float | None, cap_s: float) -> tuple[str, str]:
+    """Return a median, and how many times Troupe's it is."""
+    return (
+        NOTHING if median is None else seconds(median, cap_s),
+        NOTHING if median is None or reference is None else ratio(median, reference, cap_s),
+    )
 
 
 def quality_table(records: Records, planned: list[Job]) -> str:

@@ -50,8 +50,8 @@ def read_metrics(run_dir: Path) -> dict[str, Any]:
     finish = solved or end
     return {
         "solved": bool(solved),
-        "train_s": finish.get("t", 0.0),
-        "wall_s": finish.get("t", 0.0),  # evaluations run inside Troupe's own clock: nothing is left out
+        "train_s": finish.get("taken_s", finish.get("t", 0.0)),  # when the weights were there that solved it
+        "wall_s": finish.get("t", 0.0),  # when that was known: evaluations run inside Troupe's own clock
         "env_steps": finish.get("steps", 0),
         "steps_per_s": end.get("steps_per_s", 0.0),
         "command_to_first_step_s": start.get("command_to_first_step_s"),

@@ -10,11 +10,12 @@ from typing import Any, Protocol
 import numpy as np
 
 from troupe.goal import Goal
-from troupe.types import Json, Message, Metrics, Rollout, State
+from troupe.roles.report import Report
+from troupe.types import Array, Json, Message, Metrics, Rollout, State
 
 WINDOW = 100  # episodes of the training mean that is shown and that calls for an evaluation
 PROGRESS_S = 1.0  # between two progress lines of the journal
-PARTS = ("play", "wait", "learn", "send")
+PARTS = ("play", "wait", "learn", "send", "exchange")  # exchange: at a lock, for a server, for everybody
 
 
 class Pages(Protocol):
@@ -46,8 +47,9 @@ class Books:
         self.window: deque[float] = deque(maxlen=WINDOW)
         self.episodes = 0
         self.means: deque[float] = deque(maxlen=60)  # window means, a second apart
-        self.lags: deque[int] = deque(maxlen=500)  # versions between the weights that acted and those that learned
+        self.lags: deque[float] = deque(maxlen=500)  # versions between the weights that acted and those that learned
         self.ledger = {"messages": 0, "trained": 0, "rejected": 0}
+        self.gradients_refused = 0  # by servers
         self.divisions: dict[str, Division] = defaultdict(Division)
         self.contributed: dict[str, int] = defaultdict(int)
         self.version = 0
@@ -73,12 +75,33 @@ class Books:
             self.lags.append(self.version - rollout.version)
             for part in ("play", "wait", "send"):
                 self.divisions[sender].seconds[part] += float(message.meta.get(f"{part}_s", 0.0))
-        if len(rollout.episode_returns):
-            returns = [round(float(r), 3) for r in rollout.episode_returns]
-            self.window.extend(returns)
-            self.episodes += len(returns)
-            lengths = rollout.episode_lengths.tolist()
-            self.pages.write("episodes", steps=self.steps, worker=sender, returns=returns, lengths=lengths)
+        self._tell_episodes(sender, rollout.episode_returns, rollout.episode_lengths)
+
+    def reported(self, sender: str, report: Report) -> None:
+        """What a worker did that learns by itself."""
+        self.steps += report.steps
+        self.contributed[sender] += report.steps
+        self.ledger["messages"] += report.rollouts
+        self.ledger["trained"] += report.rollouts
+        self.version += report.applied
+        self.lags.extend(report.lags)
+        for part, seconds in report.seconds.items():
+            self.divisions[sender].seconds[part] += seconds
+        self.losses = report.metrics or self.losses
+        for returns, lengths in zip(report.returns, report.lengths, strict=True):
+            self._tell_episodes(sender, returns, lengths)
+
+    def refused(self, by: str, who: str, why: str) -> None:
+        """A server would not have a worker's gradient."""
+        self.gradients_refused += 1
+        self.pages.write("refused", by=by, worker=who, why=why)
+
+    def _tell_episodes(self, sender: str, returns: Array, lengths: Array) -> None:
+        if len(returns):
+            rounded = [round(float(r), 3) for r in returns]
+            self.window.extend(rounded)
+            self.episodes += len(rounded)
+            self.pages.write("episodes", steps=self.steps, worker=sender, returns=rounded, lengths=lengths.tolist())
 
     def rejected(self, message: Message, why: str) -> None:
         """A message that will not be learned from."""
@@ -119,11 +142,11 @@ class Books:
 
     def waiting_on(self) -> str:
         """What limits the speed now, in words."""
-        recent = self._before.get(self.me, {})
+        recent = [self._before[self.me]] if self.me in self._before else list(self._before.values())
         if not recent:
             return ""
-        part = max(recent, key=lambda p: recent[p])
-        return {"wait": "environments", "play": "environments", "learn": "learning", "send": "sending"}[part]
+        part = max(PARTS, key=lambda p: sum(shares[p] for shares in recent))
+        return {"learn": "learning", "send": "sending", "exchange": "each other"}.get(part, "environments")
 
     def tick(self) -> None:
         """Once a second: a progress line."""
@@ -144,7 +167,7 @@ class Books:
             return_window=len(self.window), steps_per_s=round(self.steps_per_s, 1), progress=round(self.progress(), 4),
             lag_median=self.lag(0.5), lag_p95=self.lag(0.95), waiting_on=self.waiting_on(), ledger=dict(self.ledger),
             workers={n: {**_rounded(s), "steps": self.contributed.get(n, 0)} for n, s in self._before.items()},
-            metrics=_rounded(self.losses),
+            metrics=_rounded(self.losses), gradients_refused=self.gradients_refused,
         )  # fmt: skip
 
     def lag(self, quantile: float) -> float | None:

@@ -5,32 +5,25 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Final, Protocol
 
-import torch
-
-from troupe.build import build_algorithm, build_player, env_spec, rollout_steps
-from troupe.config import Config, convert, to_dict
-from troupe.envs import envpool_has, make_reference
+from troupe.build import env_spec
+from troupe.envs import envpool_has
 from troupe.errors import EnvironmentFault, TroupeError
+from troupe.parts import EVALUATOR, LIVES, PLAYERS, Stage, perform
 from troupe.ports import Mailbox
-from troupe.pulse import Phase, Pulse
-from troupe.roles.actor import actor
+from troupe.pulse import Pulse
 from troupe.roles.cargo import RolloutShape
-from troupe.roles.evaluator import evaluator
 from troupe.schemes.scheme import Part
-from troupe.seeding import Seeds
 from troupe.supervisor import Event, Supervisor
 from troupe.supervisor import Part as Process
-from troupe.transports.memory import MemoryHub, MemoryMailbox
-from troupe.transports.shared import SharedHub, SharedMailbox
+from troupe.transports.memory import MemoryHub
+from troupe.transports.shared import SharedHub
 from troupe.warmup import preloads
 
-EVALUATOR = Part("evaluator", 0)
-NEVER_PLAYED = 4  # losses of each worker, without one step by any, after which trying again is no use
-LIVES = 1000  # incarnations per life of a run: those of a resumed run never meet those before
-
-Beat = Callable[[int], None]
+NEVER_PLAYED: Final = 4  # losses of each worker, without one step by any, after which trying again is no use
+_SMALL: Final = 1 << 12  # bytes of a ring that nothing of size passes
+_REPORTS: Final = 1 << 20  # bytes that the reports of one worker may wait in
 
 
 class Cast(Protocol):
@@ -38,7 +31,7 @@ class Cast(Protocol):
 
     @property
     def learner(self) -> Mailbox:
-        """Experience arrives here, weights are published here."""
+        """Experience and reports arrive here, weights are published here."""
 
     @property
     def desk(self) -> Mailbox:
@@ -54,66 +47,14 @@ class Cast(Protocol):
         """Everyone ends; nothing is left."""
 
 
-def perform(
-    part: Part, config: Config, run: str, mailbox: SharedMailbox | MemoryMailbox, incarnation: int, beat: Beat
-) -> Iterator[None]:
-    """The loop of one part, built from the config alone."""
-    if part.role == "evaluator":
-        return _evaluator(config, run, mailbox, incarnation, beat)
-    player = build_player(config, part.rank, incarnation, beat)
-    algorithm = build_algorithm(config, player.envs.observation_space, player.envs.action_space, rank=part.rank)
-    lag = algorithm.lag_rollouts if config.overlap else 0
-    return actor(
-        algorithm, player, mailbox, run=run, name=part.name, incarnation=incarnation, steps=rollout_steps(config),
-        lag_rollouts=lag, send_timeout_s=config.step_timeout_s,
-    )  # fmt: skip
-
-
-def _evaluator(
-    config: Config, run: str, mailbox: SharedMailbox | MemoryMailbox, incarnation: int, beat: Beat
-) -> Iterator[None]:
-    spec = env_spec(config)
-    env = make_reference(spec)
-    algorithm = build_algorithm(config, env.observation_space, env.action_space)
-    env.close()
-    rng = Seeds(config.seed).stream("evaluator", 0, incarnation)
-    return evaluator(
-        algorithm, lambda: make_reference(spec), mailbox, rng, run=run, incarnation=incarnation,
-        greedy=config.eval_greedy, beat=lambda: beat(0),
-    )  # fmt: skip
-
-
-def enter(payload: dict[str, Any], fds: list[int]) -> None:
-    """Where the process of a part begins."""
-    torch.set_num_threads(1)  # before any tensor is made: more processes than cores would trip over their threads
-    pulse = Pulse.attach(fds[0])
-    mailbox = SharedMailbox(payload["link"], fds[1:], on_wait=pulse.touch)
-    config: Config = convert(Config, payload["config"], "the config")
-
-    def beat(steps: int) -> None:
-        pulse.add_steps(steps)
-        pulse.beat(Phase.PLAY)
-
-    part = Part(payload["role"], payload["rank"])
-    loop = perform(part, config, payload["run"], mailbox, payload["first"] + payload["incarnation"], beat)
-    beat(0)  # everything is built: ready
-    for _ in loop:
-        if mailbox.stopping:
-            break
-    pulse.beat(Phase.DONE)
-    mailbox.close()
-
-
 class ProcessCast:
     """Every part in a process of its own, replaced when it dies or hangs."""
 
     def __init__(
         self,
-        config: Config,
-        run: str,
+        stage: Stage,
         parts: list[Part],
         *,
-        life: int,
         logs: Path,
         topics: dict[str, int],
         shape: RolloutShape,
@@ -121,31 +62,49 @@ class ProcessCast:
         on_event: Callable[[Event], None],
         supervisor: Supervisor | None = None,
     ) -> None:
-        self._experience = SharedHub(shape.nbytes() * 5 // 4 if parts else 1 << 12, topics, down_bytes=1 << 12)
-        self._desk = SharedHub(weights_bytes * 2, {"candidate": weights_bytes}, down_bytes=1 << 12, name="desk")
-        self.learner, self.desk = self._experience.mailbox(), self._desk.mailbox()
-        self.supervisor = supervisor or Supervisor(preload=preloads(envpool=envpool_has(env_spec(config))))
+        self._stage, self._logs = stage, logs
+        up_bytes = shape.nbytes() * 5 // 4 if any(part.role == "actor" for part in parts) else _REPORTS
+        self._hubs = {"learner": SharedHub(up_bytes if parts else _SMALL, topics, down_bytes=_SMALL)}
+        self._hubs["desk"] = SharedHub(weights_bytes * 2, {"candidate": weights_bytes}, down_bytes=_SMALL, name="desk")
+        self.learner, self.desk = self._hubs["learner"].mailbox(), self._hubs["desk"].mailbox()
+        for part in parts:
+            if part.role == "server":  # two gradients of each worker may wait; it answers with one slot of weights
+                sizes = {"weights": weights_bytes}
+                self._hubs[part.name] = SharedHub(2 * weights_bytes, sizes, down_bytes=_SMALL, name=part.name)
+        self.supervisor = supervisor or Supervisor(preload=preloads(envpool=envpool_has(env_spec(stage.config))))
         self._on_event = on_event
         self._losses: Counter[str] = Counter()
         self._given_up: set[str] = set()
         self._players: dict[str, Pulse] = {}
-        self.supervisor.listen(self._hear, step_timeout_s=config.step_timeout_s)
+        self.supervisor.listen(self._hear, step_timeout_s=stage.config.step_timeout_s)
         self._pulses: list[Pulse] = []
-        for part in [*parts, EVALUATOR]:
-            link = (self._desk if part is EVALUATOR else self._experience).connect(part.name)
-            pulse = Pulse.create()
-            self._pulses.append(pulse)
-            if part is not EVALUATOR:
-                self._players[part.name] = pulse
-            payload = {
-                "role": part.role, "rank": part.rank, "run": run, "first": life * LIVES, "link": dict(link.spec),
-                "config": to_dict(config),
-            }  # fmt: skip
-            log = logs / f"{part.name}.log"
-            essential = part is EVALUATOR or len(parts) == 1
-            self.supervisor.start(
-                Process(part.name, "troupe.cast:enter", payload, link.fds, pulse, log, essential=essential)
-            )
+        players = [part for part in parts if part.role in PLAYERS]
+        for part in sorted(parts, key=lambda part: part.role == "server"):  # a server is lent links that are there
+            self._start(part, essential=part.role == "server" or len(players) == 1)
+        self._start(EVALUATOR, essential=True)
+
+    def _start(self, part: Part, *, essential: bool) -> None:
+        stage, pulse = self._stage, Pulse.create()
+        self._pulses.append(pulse)
+        if part.role in PLAYERS:
+            self._players[part.name] = pulse
+        links = [self._hubs[hub].connect(part.name) for hub in self._towards(part)]
+        hub = self._hubs[part.name].lend() if part.name in self._hubs else None
+        memory = [region.fd for region in (stage.commons, stage.replay) if region is not None]
+        payload = {
+            "role": part.role, "rank": part.rank, "stage": stage.plain(), "links": [dict(link.spec) for link in links],
+            "hub": hub.spec if hub else None,
+        }  # fmt: skip
+        fds = [*memory, *(fd for link in links for fd in link.fds), *(hub.fds if hub else ())]
+        log = self._logs / f"{part.name}.log"
+        self.supervisor.start(Process(part.name, "troupe.parts:enter", payload, fds, pulse, log, essential=essential))
+
+    def _towards(self, part: Part) -> list[str]:
+        """The hubs that a part has a mailbox towards; where it is told to stop comes first."""
+        if part is EVALUATOR:
+            return ["desk"]
+        servers = [name for name in self._hubs if name not in ("learner", "desk")]
+        return ["learner", *(servers if part.role == "worker" else [])]
 
     def _hear(self, event: Event) -> None:
         """From the supervisor's thread: pass it on, and see whether anybody is left who can play."""
@@ -171,12 +130,12 @@ class ProcessCast:
         """Ask, wait, kill; then give the memory back."""
 
         def ask() -> None:
-            self._experience.stop()
-            self._desk.stop()
+            for hub in self._hubs.values():
+                hub.stop()
 
         self.supervisor.stop(timeout_s, ask)
-        self._experience.close()
-        self._desk.close()
+        for hub in self._hubs.values():
+            hub.close()
         for pulse in self._pulses:
             pulse.close()
 
@@ -184,13 +143,27 @@ class ProcessCast:
 class SerialCast:
     """The serial twin: every part is a generator in this process, and takes its turn after the main one."""
 
-    def __init__(self, config: Config, run: str, parts: list[Part], *, life: int) -> None:
-        experience, desk = MemoryHub(capacity=4 * max(1, len(parts))), MemoryHub()
-        self.learner, self.desk = experience.mailbox("learner"), desk.mailbox("desk")
-        self._loops = [
-            perform(p, config, run, experience.mailbox(p.name), life * LIVES, lambda steps: None) for p in parts
-        ]
-        self._loops.append(perform(EVALUATOR, config, run, desk.mailbox("evaluator"), life * LIVES, lambda steps: None))
+    def __init__(self, stage: Stage, parts: list[Part]) -> None:
+        hubs = {name: MemoryHub(capacity=4 * max(1, len(parts))) for name in ("learner", "desk")}
+        self.learner, self.desk = hubs["learner"].mailbox("learner"), hubs["desk"].mailbox("desk")
+        servers = [part for part in parts if part.role == "server"]
+        hubs |= {part.name: MemoryHub(capacity=4 * len(parts)) for part in servers}
+        self._servers = [self._play(part, stage, hubs, lambda: None) for part in servers]
+        others = [part for part in parts if part.role != "server"]
+        self._loops = [*self._servers, *(self._play(part, stage, hubs, self._serve) for part in [*others, EVALUATOR])]
+
+    def _play(
+        self, part: Part, stage: Stage, hubs: dict[str, MemoryHub], on_wait: Callable[[], None]
+    ) -> Iterator[None]:
+        links: dict[str, Mailbox] = {}
+        for name, hub in hubs.items():
+            links["self" if name == part.name else name] = hub.mailbox(part.name)
+        return perform(part, stage, links, stage.life * LIVES, lambda steps: None, on_wait)
+
+    def _serve(self) -> None:
+        """While a worker waits for the servers, they have a turn."""
+        for loop in self._servers:
+            next(loop)
 
     def wait_ready(self, timeout_s: float) -> None:
         """Everyone was built in the constructor."""

@@ -32,6 +32,14 @@ class Config(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         float, Meta(ge=0, description="each step of a worker's environments waits so long: stands in for a slow one")
     ] = 0.0
     overlap: Option[bool, Meta(description="play the next rollout while the last one is learned from")] = True
+    sync_every: Option[
+        int, Meta(ge=0, description="hogwild, locked: batches between two copies of the shared weights; 0: workers / 2")
+    ] = 0
+    shards: Option[int, Meta(ge=1, description="parameter-server: servers, each owning a slice of the vector")] = 1
+    accumulate: Option[int, Meta(ge=1, description="parameter-server: gradients that make one step")] = 1
+    max_lag: Option[
+        int, Meta(ge=0, description="parameter-server: versions a gradient may be old, older ones are dropped; 0: any")
+    ] = 0
     seed: Option[int, Meta(ge=0, description="the root of every random stream")] = 1
     name: Option[str, Meta(description="the run's name; the same name resumes")] = ""
     until: Option[str, Meta(description="goals and limits: solved, score=S, steps=N, minutes=M, joined by commas")] = (

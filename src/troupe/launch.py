@@ -6,6 +6,7 @@ import math
 import os
 import signal
 import sys
+import tempfile
 import time
 from collections import deque
 from contextlib import nullcontext, suppress
@@ -19,22 +20,26 @@ import torch
 
 from troupe import panel
 from troupe.books import Books
-from troupe.build import build_algorithm, build_player, env_spec, rollout_shape, rollout_steps
-from troupe.cast import LIVES, Cast, ProcessCast, SerialCast
+from troupe.build import build_algorithm, build_player, env_spec, replay_bytes, rollout_shape, rollout_steps
+from troupe.cast import Cast, ProcessCast, SerialCast
 from troupe.checkpoints import SaveFailed
+from troupe.commons import Commons
 from troupe.config import HELD_FIXED, Config
 from troupe.envs import make_reference
 from troupe.errors import ConfigError, EnvironmentFault, TroupeError
 from troupe.eventfiles import EventFiles
 from troupe.goal import Goal, parse_goal
 from troupe.journal import Journal
+from troupe.parts import LIVES, Stage
 from troupe.ports import Algorithm
+from troupe.region import Region, reserve
 from troupe.resolve import check_pairs
 from troupe.reviews import Reviews
 from troupe.roles.cargo import RolloutShape
 from troupe.roles.play import Player
 from troupe.rundir import RunDir
 from troupe.schemes import SCHEMES
+from troupe.schemes.parameter_server import cuts
 from troupe.schemes.scheme import Company
 from troupe.signals import Signals
 from troupe.supervisor import Event, Supervisor
@@ -68,6 +73,7 @@ class Prepared:
     goal: Goal
     algorithm: Algorithm
     shape: RolloutShape
+    replay_bytes: int  # of the experience that all workers share; 0 where each keeps its own
 
     def facts(self) -> dict[str, Any]:
         """What the manifest says of it: the seed, and the whole network."""
@@ -87,7 +93,9 @@ def prepare(config: Config) -> Prepared:
         threshold = getattr(env.spec, "reward_threshold", None)
         goal = parse_goal(config.until, config.solved_at if config.solved_at is not None else threshold)
         algorithm = build_algorithm(config, env.observation_space, env.action_space)
-        return Prepared(config, goal, algorithm, rollout_shape(config, env.observation_space, env.action_space))
+        cuts(len(algorithm.parameters.vector), config.shards)  # refuses more than there are weights for
+        shape = rollout_shape(config, env.observation_space, env.action_space)
+        return Prepared(config, goal, algorithm, shape, replay_bytes(config, env.observation_space))
     finally:
         env.close()
 
@@ -112,11 +120,13 @@ class _Show:
     def __init__(self, prepared: Prepared, run: RunDir, *, resume: bool, supervisor: Supervisor | None) -> None:
         self.config, self.goal, self.algorithm = prepared.config, prepared.goal, prepared.algorithm
         self.shape, self.run, self.supervisor = prepared.shape, run, supervisor
+        self.scheme, self.replay_bytes = SCHEMES[self.config.scheme](), prepared.replay_bytes
         self.events: deque[str] = deque(maxlen=20)
         self.heard: SimpleQueue[Event] = SimpleQueue()
         self.early: list[tuple[str, dict[str, Any]]] = []  # journal lines from before the curtain rises
         self.signals = Signals()
-        self.books = Books(self, self.goal, self.config.horizon, me="worker-0" if self._plays_here() else "learner")
+        me = "worker-0" if self.scheme.plays_here else "learner"
+        self.books = Books(self, self.goal, self.config.horizon, me=me)
         self.journal: Journal | EventFiles | None = None
         self.saved_s = 0.0
         self.play_state: State | None = None
@@ -125,9 +135,6 @@ class _Show:
         self.reviews = Reviews(self.config, run.name, self.goal, self.books, self.algorithm.parameters, self._save_best)
         if resume and (best := run.load_best()) is not None:
             self.reviews.best = float(best.info.get("mean", -math.inf))
-
-    def _plays_here(self) -> bool:
-        return SCHEMES[self.config.scheme]().plays_here
 
     # Before the curtain ----------------------------------------------------------------------------------------------
 
@@ -140,13 +147,13 @@ class _Show:
         self.algorithm.parameters.restore(found.weights, found.state.get("parameters"))
         self.algorithm.restore(found.state.get("algorithm"))
         self.books.restore(found.state.get("books"), found.version)
-        if self._plays_here() and "player" in found.state.values:
+        if self.scheme.plays_here and "player" in found.state.values:
             self.play_state = found.state.get("player")
         self.saved_s = self.books.seconds_before
         self.say(f"resumed at {found.steps:,} steps, version {found.version}")
 
     def _player(self) -> Player | None:
-        if not self._plays_here():
+        if not self.scheme.plays_here:
             return None
         player = build_player(self.config, 0, self.books.life * LIVES)
         if self.play_state is not None and not player.restore(self.play_state):
@@ -165,29 +172,38 @@ class _Show:
             sys.stderr.flush()
         os._exit(EnvironmentFault.exit_code)
 
-    def _cast(self) -> Cast:
-        config, parts = self.config, SCHEMES[self.config.scheme]().parts(self.config)
+    def _stage(self) -> Stage:
+        commons = None
+        if self.scheme.shares_vector:
+            seats = len(self.scheme.parts(self.config))
+            commons = Commons.create(self.algorithm.parameters, seats, steps=self.books.steps)
+        return Stage(
+            self.config, self.run.name, self.goal, self.books.life, Path(tempfile.mkdtemp(prefix="troupe-")), commons,
+            Region(reserve("troupe-replay", self.replay_bytes)) if self.replay_bytes else None,
+        )  # fmt: skip
+
+    def _cast(self, stage: Stage) -> Cast:
+        parts = self.scheme.parts(self.config)
+        if self.config.via == "memory":
+            return SerialCast(stage, parts)
         weights = self.algorithm.parameters.vector.numpy().nbytes + 4096 + 64 * len(parts)
-        if config.via == "memory":
-            return SerialCast(config, self.run.name, parts, life=self.books.life)
         return ProcessCast(
-            config, self.run.name, parts, life=self.books.life, logs=self.run.logs, shape=self.shape,
-            topics=dict(SCHEMES[config.scheme]().topics(weights)), weights_bytes=weights, on_event=self.heard.put,
-            supervisor=self.supervisor,
+            stage, parts, logs=self.run.logs, shape=self.shape, topics=dict(self.scheme.topics(weights)),
+            weights_bytes=weights, on_event=self.heard.put, supervisor=self.supervisor,
         )  # fmt: skip
 
     # The loop --------------------------------------------------------------------------------------------------------
 
     def perform(self, view: panel.Panel | None) -> Outcome:
         """From the first process to the last."""
-        with self.signals.caught():
-            cast, player = self._cast(), None
+        with self.signals.caught(), self._stage() as stage:
+            cast, player = self._cast(stage), None
             try:
                 player = self._player()
                 cast.wait_ready(START_TIMEOUT_S)
-                self._raise_curtain()
+                self._raise_curtain(stage)
                 with view or nullcontext():
-                    return self._keep_house(cast, player)
+                    return self._keep_house(cast, player, stage)
             except TroupeError as e:
                 raise _users_own(e) from e
             finally:
@@ -198,24 +214,26 @@ class _Show:
                 if self.journal:
                     self.journal.close()
 
-    def _raise_curtain(self) -> None:
+    def _raise_curtain(self, stage: Stage) -> None:
         """Everybody is in place: the training clock starts."""
         journal = self.run.journal()
         self.journal = EventFiles(journal, self.run.path / "tensorboard") if self.config.tensorboard else journal
         self.books.begin()
+        if stage.commons:
+            stage.commons.begin(self.books.seconds_before)
         self.write(
             "start", command_to_first_step_s=round(_process_age_s(), 3), life=self.books.life, steps=self.books.steps
         )
         for kind, fields in self.early:
             self.write(kind, **fields)
 
-    def _keep_house(self, cast: Cast, player: Player | None) -> Outcome:
+    def _keep_house(self, cast: Cast, player: Player | None, stage: Stage) -> Outcome:
         company = Company(
             self.config, self.run.name, self.algorithm, self.books, rollout_steps(self.config), player,
-            cast.learner, self.shape,
+            cast.learner, self.shape, stage.commons,
         )  # fmt: skip
         checked = 0.0
-        for _ in SCHEMES[self.config.scheme]().main(company):
+        for _ in self.scheme.main(company):
             cast.turn()
             now = time.monotonic()
             if now - checked < HOUSEKEEPING_S and not self.goal.spent(self.books.steps, self.books.seconds()):

@@ -26,7 +26,13 @@ JOIN_S: Final = 5.0
 
 _BLOCKS: Final = "▁▂▃▄▅▆▇█"
 # Each part has a shade of its own too, for a terminal without colours.
-_PARTS: Final = (("play", "█", "green"), ("learn", "▓", "magenta"), ("send", "▒", "blue"), ("wait", "░", "yellow"))
+_PARTS: Final = (
+    ("play", "█", "green"),
+    ("learn", "▓", "magenta"),
+    ("send", "▒", "blue"),
+    ("wait", "░", "yellow"),
+    ("exchange", "▚", "cyan"),
+)
 
 
 @dataclass(frozen=True)
@@ -49,6 +55,7 @@ class Division:
     wait: float = 0.0
     learn: float = 0.0
     send: float = 0.0
+    exchange: float = 0.0
 
 
 @dataclass(frozen=True)

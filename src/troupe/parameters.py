@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
 from typing import Literal
 
 import numpy as np
@@ -36,20 +35,19 @@ class Parameters:
         size = -(-self.count // PAD) * PAD
         self.vector = torch.zeros(size)
         self.gradient = torch.zeros(size)
+        self._views = []
         offset = 0
         for _, p in named:
-            view = self.vector[offset : offset + p.numel()].view(p.shape)
-            view.copy_(p.detach())
-            p.data = view
+            self._views.append((p, offset, offset + p.numel()))
+            self.vector[offset : offset + p.numel()].view(p.shape).copy_(p.detach())
             p.grad = self.gradient[offset : offset + p.numel()].view(p.shape)
             offset += p.numel()
         self.version = 0
         self.learning_rate = 0.0
         self.rejected = 0  # gradients that were not finite
         self.moments = {name: torch.zeros(size) for name in _MOMENTS[optimiser]} | {"step": torch.tensor(0.0)}
-        self._step = partial(
-            _adam if optimiser == "adam" else _rmsprop, self.vector, self.gradient, self.moments, epsilon
-        )
+        self.optimise = Optimiser(optimiser, epsilon)
+        self._point_views()
 
     def clip_gradient(self, max_norm: float) -> float:
         """Scale the whole gradient to at most `max_norm`, before anything slices it; its norm as it was."""
@@ -58,15 +56,33 @@ class Parameters:
             self.gradient.mul_(max_norm / norm)
         return norm
 
+    def finite(self) -> bool:
+        """Whether the gradient at hand may be applied; one NaN would stay in the moments for ever, so it is counted."""
+        if bool(torch.isfinite(self.gradient.sum())):
+            return True
+        self.rejected += 1
+        return False
+
     def apply(self) -> bool:
         """One optimiser step with the gradient at hand; False, and nothing changed, where it is not finite."""
-        if not bool(torch.isfinite(self.gradient.sum())):  # one NaN would stay in the moments for ever
-            self.rejected += 1
+        if not self.finite():
             return False
-        with torch.no_grad():
-            self._step(self.learning_rate)
+        self.optimise(self.vector, self.gradient, self.moments, self.learning_rate)
         self.version += 1
         return True
+
+    def lie_in(self, vector: Tensor, moments: Mapping[str, Tensor]) -> None:
+        """Move weights and moments, as they are, to memory that others see as well."""
+        vector.copy_(self.vector)
+        self.vector = vector
+        for name, moment in moments.items():
+            moment.copy_(self.moments[name])
+            self.moments[name] = moment
+        self._point_views()
+
+    def _point_views(self) -> None:
+        for p, begin, end in self._views:
+            p.data = self.vector[begin:end].view(p.shape)
 
     def weights(self) -> Array:
         """A copy of the weights."""
@@ -100,11 +116,25 @@ class Parameters:
         self.rejected = int(state.values["rejected"])
 
 
-# torch's optimisers by their functional interface: the same kernels, with state that lies where we choose. Their
-# classes import torch's compiler at the first call, which costs every process a second and 100 MB.
+class Optimiser:
+    """torch's optimisers by their functional interface: the same kernels, with state that lies where we choose.
+
+    Their classes import torch's compiler at the first call, which costs every process a second and 100 MB.
+    """
+
+    def __init__(self, name: OptimiserName, epsilon: float = 1e-5) -> None:
+        self.name, self.epsilon = name, epsilon
+        self.moments = _MOMENTS[name]  # vectors as long as the weights; "step" beside them is a number
+
+    def __call__(self, vector: Tensor, gradient: Tensor, moments: Mapping[str, Tensor], learning_rate: float) -> None:
+        """One step on `vector`, or on a slice of it with the same slice of all else."""
+        with torch.no_grad():
+            (_adam if self.name == "adam" else _rmsprop)(vector, gradient, moments, self.epsilon, learning_rate)
 
 
-def _adam(vector: Tensor, gradient: Tensor, moments: dict[str, Tensor], epsilon: float, learning_rate: float) -> None:
+def _adam(
+    vector: Tensor, gradient: Tensor, moments: Mapping[str, Tensor], epsilon: float, learning_rate: float
+) -> None:
     adam(
         [vector], [gradient], [moments["exp_avg"]], [moments["exp_avg_sq"]], [], [moments["step"]], fused=True,
         amsgrad=False, beta1=0.9, beta2=0.999, lr=learning_rate, weight_decay=0.0, eps=epsilon, maximize=False,
@@ -112,7 +142,7 @@ def _adam(vector: Tensor, gradient: Tensor, moments: dict[str, Tensor], epsilon:
 
 
 def _rmsprop(
-    vector: Tensor, gradient: Tensor, moments: dict[str, Tensor], epsilon: float, learning_rate: float
+    vector: Tensor, gradient: Tensor, moments: Mapping[str, Tensor], epsilon: float, learning_rate: float
 ) -> None:
     rmsprop(
         [vector], [gradient], [moments["square_avg"]], [], [], [moments["step"]], foreach=False,

@@ -42,6 +42,7 @@ class Algorithm(Protocol):
     parameters: Parameters
     network: nn.Module
     lag_rollouts: int  # how many of an actor's own rollouts the weights it plays with may be behind
+    weights_may_move: bool  # others may change them while a rollout is learned from
     off_policy: bool  # what is remembered stays: nobody need wait for a gradient to be made of it
 
     def act(self, observations: Array, rng: np.random.Generator, *, greedy: bool = False) -> Decision:
@@ -68,7 +69,18 @@ class Algorithm(Protocol):
 class Exchange(Protocol):
     """What happens between a gradient and the next batch: the whole of a coordination scheme, seen from a worker."""
 
-    def __call__(self, parameters: Parameters) -> Metrics: ...
+    @property
+    def waited_s(self) -> float:
+        """Seconds spent so far waiting for others: at a lock, for a server, for everybody."""
+
+    def begin(self, parameters: Parameters) -> None:
+        """Before the first rollout: take the weights that the others have."""
+
+    def __call__(self, parameters: Parameters) -> Metrics:
+        """The gradient at hand takes its way. "applied" of the metrics is 0 where it was refused."""
+
+    def settle(self, parameters: Parameters) -> None:
+        """All batches of a rollout were handed over."""
 
 
 class Ledger(Protocol):
@@ -88,6 +100,26 @@ class Ledger(Protocol):
 
     def progress(self) -> float:
         """How much of the training is done, 0 to 1."""
+
+
+class HeadLedger(Ledger, Protocol):
+    """The ledger of the main process, which also hears of what happens elsewhere."""
+
+    def reported(self, sender: str, report: Any) -> None:
+        """What a worker that learns by itself did since its last report (roles/report.py)."""
+
+    def refused(self, by: str, who: str, why: str) -> None:
+        """A server refused a worker's gradient."""
+
+
+class Seat(Protocol):
+    """A worker's own counters where many share one vector."""
+
+    def played(self, steps: int) -> None:
+        """So many more environment steps."""
+
+    def reported(self) -> None:
+        """All that was played is on its way to the books."""
 
 
 class Mailbox(Protocol):

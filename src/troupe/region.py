@@ -5,6 +5,7 @@ The memory has no name, so that there is nothing to leak whoever is killed; a pr
 
 from __future__ import annotations
 
+import mmap
 import os
 import select
 import tempfile
@@ -64,6 +65,23 @@ def _group_bytes(group: Path, limit: str, usage: str) -> list[int]:
         return [int((group / limit).read_text()) - int((group / usage).read_text())]
     except (OSError, ValueError):
         return []
+
+
+class Region:
+    """Reserved memory, mapped, with the descriptor it came from."""
+
+    def __init__(self, fd: int) -> None:
+        """Map what is behind `fd`, which is this object's from now on."""
+        self.fd = fd
+        self._map = mmap.mmap(fd, os.fstat(fd).st_size)
+        self.view = memoryview(self._map)
+
+    def close(self) -> None:
+        """Unmap it and close the descriptor. Where arrays still lie in it, it is unmapped with the last of them."""
+        with suppress(BufferError):
+            self.view.release()
+            self._map.close()
+        os.close(self.fd)
 
 
 class Bell:

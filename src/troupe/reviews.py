@@ -27,6 +27,7 @@ class Reviews:
         self._keep = keep  # the best so far
         self._asked = False
         self._heard_s = books.seconds_before
+        self._taken_s = 0.0  # when the weights under review were taken
         self.best = -math.inf  # mean of a complete evaluation
         self.last: panel.Evaluation | None = None
         self.solved: panel.Evaluation | None = None  # the one that met the goal
@@ -54,7 +55,7 @@ class Reviews:
         figures = {
             "steps": self.last.steps, "version": message.version, "mean": mean, "sd": result.sd,
             "episodes": len(result.returns), "low": self.last.low, "high": self.last.high, "complete": complete,
-            "seconds": result.seconds, "greedy": self._config.eval_greedy,
+            "seconds": result.seconds, "taken_s": round(self._taken_s, 6), "greedy": self._config.eval_greedy,
         }  # fmt: skip
         self._books.pages.write("eval", **figures, returns=result.returns)
         if complete and mean > self.best:
@@ -87,5 +88,5 @@ class Reviews:
             "give_up_below": -math.inf if give_up_below is None else give_up_below,
         }  # fmt: skip
         arrays = {"weights": self._parameters.weights()}
-        self._asked = True
+        self._asked, self._taken_s = True, self._books.seconds()
         desk.publish("candidate", Message("candidate", self._run, "desk", 0, 0, self._parameters.version, meta, arrays))

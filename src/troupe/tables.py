@@ -56,20 +56,15 @@ class Row:
 
 
 def rows(results: Iterable[Result], *, goal: bool) -> list[Row]:
-    """The combinations in the order of the study; speed-ups are between them."""
+    """The combinations in the order of the study, the reference above what is measured against it."""
     groups: dict[tuple[tuple[str, Scalar], ...], list[Result]] = {}
     for result in results:
         groups.setdefault(result.cell.group, []).append(result)
-    ordered = sorted(groups.items(), key=_order)
-    made = [Row(dict(group), members, goal, _spreads(members, goal)) for group, members in ordered]
+    made = [Row(dict(group), members, goal, _spreads(members, goal)) for group, members in groups.items()]
+    algos = list(dict.fromkeys(row.values.get("algo") for row in made))
+    made.sort(key=lambda row: (algos.index(row.values.get("algo")), row.values.get("scheme") != ALONE))
     times = {tuple(row.values.items()): row.spreads["train_s"] for row in made}
     return [_with_speed_ups(row, times) for row in made]
-
-
-def _order(item: tuple[tuple[tuple[str, Scalar], ...], Any]) -> tuple[Any, ...]:
-    values = dict(item[0])
-    first = values.get("scheme") != ALONE  # the reference stands above what is measured against it
-    return (values.get("algo"), first, *(value for name, value in values.items() if name != "algo"))
 
 
 def _spreads(members: Sequence[Result], goal: bool) -> dict[str, Spread | None]:

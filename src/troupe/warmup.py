@@ -12,7 +12,7 @@ from troupe.supervisor import Supervisor
 
 def preloads(*, envpool: bool) -> list[str]:
     """What every worker needs, imported once for all of them."""
-    return ["torch", "gymnasium", "troupe.cast", *(["envpool"] if envpool else [])]
+    return ["torch", "gymnasium", "troupe.parts", *(["envpool"] if envpool else [])]
 
 
 @contextmanager

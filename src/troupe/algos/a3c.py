@@ -38,6 +38,7 @@ class A3C:
     Config = A3CConfig
     make_network = staticmethod(make_actor_critic)
     lag_rollouts = 0  # its gradient is only right for the weights that acted
+    weights_may_move = True
     off_policy = False
 
     def __init__(

@@ -77,6 +77,7 @@ class DQN:
 
     Config = DQNConfig
     lag_rollouts = 2
+    weights_may_move = True
     off_policy = True
 
     def __init__(

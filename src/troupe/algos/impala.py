@@ -40,6 +40,7 @@ class IMPALA:
     Config = IMPALAConfig
     make_network = staticmethod(make_actor_critic)
     lag_rollouts = 2
+    weights_may_move = True
     off_policy = False
 
     def __init__(

@@ -47,6 +47,7 @@ class PPO:
     Config = PPOConfig
     make_network = staticmethod(make_actor_critic)
     lag_rollouts = 1  # the ratio says how far the policy that acted is away
+    weights_may_move = False  # several epochs over what one policy played
     off_policy = False
 
     def __init__(

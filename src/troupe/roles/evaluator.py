@@ -55,7 +55,7 @@ def evaluate(
     *,
     greedy: bool = True,
     give_up_below: float | None = None,
-    lanes: int = 32,
+    lanes: int = 100,
     beat: Callable[[], None] = lambda: None,
 ) -> Evaluation:
     """One episode per seed, `lanes` of them side by side so that one network call serves all.
@@ -66,34 +66,33 @@ def evaluate(
     begin = time.perf_counter()
     returns = np.full(len(seeds), np.nan)
     lengths = np.zeros(len(seeds), np.int64)
+    judged = np.zeros(len(seeds), bool)
     waiting = iter(range(len(seeds)))
-    playing: list[tuple[int, Any]] = []  # (episode, its environment)
     envs = [make_env() for _ in range(min(lanes, len(seeds)))]
     space, convert = envs[0].observation_space, to_action(envs[0].action_space)
-    observations: list[Array] = []
     try:
-        for env, episode in zip(envs, waiting, strict=False):
-            playing.append((episode, env))
-            observations.append(_reset(env, seeds[episode], space))
-            returns[episode] = 0.0
-        judged = np.zeros(len(seeds), bool)
+        playing = [(episode, env) for env, episode in zip(envs, waiting, strict=False)]
+        seen = np.stack([_reset(env, seeds[episode], space) for episode, env in playing])  # [lanes, ...]
+        returns[: len(playing)] = 0.0
         while playing:
             beat()
-            actions = convert(algorithm.act(np.stack(observations), rng, greedy=greedy).actions)
-            for lane in range(len(playing) - 1, -1, -1):  # backwards, since finished lanes are taken out
-                episode, env = playing[lane]
-                observations[lane], reward, ended = _step(env, actions[lane], space)
+            actions = convert(algorithm.act(seen, rng, greedy=greedy).actions)
+            left: list[int] = []  # lanes that play on
+            for lane, (episode, env) in enumerate(playing):
+                reward, ended = _step(env, actions[lane], seen, lane)
                 returns[episode] += reward
                 lengths[episode] += 1
-                if not ended:
-                    continue
-                judged[episode] = True
-                following = next(waiting, None)
-                if following is None:
-                    del playing[lane], observations[lane]
-                else:
+                if ended:
+                    judged[episode] = True
+                    following = next(waiting, None)
+                    if following is None:
+                        continue
                     playing[lane], returns[following] = (following, env), 0.0
-                    observations[lane] = _reset(env, seeds[following], space)
+                    seen[lane] = _reset(env, seeds[following], space)
+                left.append(lane)
+            _check_finite(seen, envs[0], "an observation of step")
+            if len(left) < len(playing):
+                playing, seen = [playing[lane] for lane in left], seen[left]
             if give_up_below is not None and _hopeless(returns, judged, give_up_below):
                 break
     finally:
@@ -116,24 +115,25 @@ def _reset(env: Any, seed: int, space: Any) -> Array:
         observation = as_observation(env.reset(seed=seed)[0], space)
     except Exception as e:  # whatever the user's environment may raise becomes one sentence that names it
         raise EnvironmentFault(f"{_name(env)} raised in reset (seed {seed}): {last_line(e)}") from e
-    return _finite(observation, env, f"an observation of reset (seed {seed})")
+    _check_finite(observation, env, f"an observation of reset (seed {seed})")
+    return observation
 
 
-def _step(env: Any, action: Array, space: Any) -> tuple[Array, float, bool]:
+def _step(env: Any, action: Array, seen: Array, lane: int) -> tuple[float, bool]:
+    """One step; what is seen next goes into row `lane`, to be checked together with the other rows."""
     try:
-        observation, reward, terminated, truncated, _ = env.step(action)
-        seen, reward = as_observation(observation, space), float(reward)
+        seen[lane], reward, terminated, truncated, _ = env.step(action)
+        reward = float(reward)
     except Exception as e:
         raise EnvironmentFault(f"{_name(env)} raised in step: {last_line(e)}") from e
     if not math.isfinite(reward):
         raise EnvironmentFault(f"{_name(env)} returned {reward} in a reward of step")
-    return _finite(seen, env, "an observation of step"), reward, bool(terminated or truncated)
+    return reward, bool(terminated or truncated)
 
 
-def _finite(observation: Array, env: Any, where: str) -> Array:
-    if observation.dtype.kind == "f" and not np.isfinite(observation).all():
+def _check_finite(observations: Array, env: Any, where: str) -> None:
+    if observations.dtype.kind == "f" and not np.isfinite(observations).all():
         raise EnvironmentFault(f"{_name(env)} returned a number that is not finite in {where}")
-    return observation
 
 
 def _name(env: Any) -> str:

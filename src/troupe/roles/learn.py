@@ -20,6 +20,7 @@ def learn(algorithm: Algorithm, exchange: Exchange) -> Metrics:
         gradients += 1
         for name, value in metrics.items():
             sums[name] += value
+    exchange.settle(algorithm.parameters)
     if not gradients:
         return {}
     return {**{name: value / gradients for name, value in sums.items()}, "gradients": float(gradients)}

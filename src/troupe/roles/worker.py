@@ -12,6 +12,7 @@ from troupe.roles.play import Player
 
 def worker(algorithm: Algorithm, exchange: Exchange, player: Player, ledger: Ledger, *, steps: int) -> Iterator[None]:
     """Each turn: play, remember, learn."""
+    exchange.begin(algorithm.parameters)
     while True:
         begin = time.perf_counter()
         rollout = player.play(algorithm, steps)
@@ -20,8 +21,11 @@ def worker(algorithm: Algorithm, exchange: Exchange, player: Player, ledger: Led
         ledger.played(rollout)
         algorithm.anneal(ledger.progress())
         algorithm.remember(rollout)
+        waited_s = exchange.waited_s
         metrics = learn(algorithm, exchange)
-        ledger.spent("learn", time.perf_counter() - played)
+        waited_s = exchange.waited_s - waited_s
+        ledger.spent("exchange", waited_s)
+        ledger.spent("learn", time.perf_counter() - played - waited_s)
         if metrics:
             ledger.learned(metrics)
         yield

@@ -8,17 +8,17 @@ from typing import Any
 from troupe.config import Config
 from troupe.roles.learner import learner
 from troupe.schemes.exchange import apply_here
-from troupe.schemes.scheme import Company, Part, one_memory
+from troupe.schemes.scheme import Company, Part, one_memory, unused_options
 
 
 class ActorLearner:
     """Actors play, each in a process of its own; the main process learns."""
 
-    plays_here = False
+    plays_here, shares_vector = False, False
 
     def refuses(self, config: Config, algorithm: Any) -> str | None:
         """Goes with every algorithm that is here: each says by how many rollouts its actors may be behind."""
-        return one_memory(config)
+        return one_memory(config) or unused_options(config, allowed=set())
 
     def parts(self, config: Config) -> list[Part]:
         """One actor a worker."""
@@ -30,7 +30,6 @@ class ActorLearner:
 
     def main(self, company: Company) -> Iterator[None]:
         """Merge what arrives, learn, publish."""
-        assert company.mailbox is not None
         return learner(
             company.algorithm, apply_here, company.mailbox, company.ledger, run=company.run, shape=company.shape
         )

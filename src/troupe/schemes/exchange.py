@@ -1,4 +1,4 @@
-"""Apply: what happens to a gradient."""
+"""Apply: what happens to a gradient where the vector has one owner."""
 
 from __future__ import annotations
 
@@ -6,6 +6,19 @@ from troupe.parameters import Parameters
 from troupe.types import Metrics
 
 
-def apply_here(parameters: Parameters) -> Metrics:
-    """The owner of the vector steps its own optimiser."""
-    return {"applied": float(parameters.apply())}
+class ApplyHere:
+    """The owner of the vector steps its own optimiser; there is nobody to wait for."""
+
+    waited_s = 0.0
+
+    def begin(self, parameters: Parameters) -> None:
+        """The weights are at hand."""
+
+    def __call__(self, parameters: Parameters) -> Metrics:
+        return {"applied": float(parameters.apply())}
+
+    def settle(self, parameters: Parameters) -> None:
+        """Nothing is open between two rollouts."""
+
+
+apply_here = ApplyHere()

@@ -8,13 +8,13 @@ from typing import Any
 from troupe.config import Config
 from troupe.roles.worker import worker
 from troupe.schemes.exchange import apply_here
-from troupe.schemes.scheme import Company, Part, one_memory
+from troupe.schemes.scheme import Company, Part, one_memory, unused_options
 
 
 class Local:
     """One worker, in the main process."""
 
-    plays_here = True
+    plays_here, shares_vector = True, False
 
     def refuses(self, config: Config, algorithm: Any) -> str | None:
         """More than one worker has nowhere to be."""
@@ -22,7 +22,7 @@ class Local:
             return (
                 f"scheme local is one process, so --workers {config.workers} makes no sense: use --scheme actor-learner"
             )
-        return one_memory(config)
+        return one_memory(config) or unused_options(config, allowed=set())
 
     def parts(self, config: Config) -> list[Part]:
         """Nobody else."""

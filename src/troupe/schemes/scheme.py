@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from pathlib import Path
+from typing import Any, Protocol, TypeAlias
 
+from troupe.commons import Commons, Seat
 from troupe.config import Config
-from troupe.ports import Algorithm, Ledger, Mailbox
+from troupe.ports import Algorithm, Exchange, HeadLedger, Mailbox
 from troupe.roles.cargo import RolloutShape
 from troupe.roles.play import Player
+
+Links: TypeAlias = Mapping[str, Mailbox]  # hub -> the mailbox towards it
+
+_OPTIONS = {
+    "sync_every": 0,
+    "shards": 1,
+    "max_lag": 0,
+    "accumulate": 1,
+}  # of single schemes, and what they are unless given
 
 
 @dataclass(frozen=True)
@@ -24,6 +35,18 @@ class Part:
         return f"{self.role}-{self.rank}"
 
 
+@dataclass(frozen=True)
+class Who:
+    """A part that is being played: how its messages are signed, and what it does while it waits."""
+
+    run: str
+    name: str
+    rank: int
+    incarnation: int
+    on_wait: Callable[[], None]  # says that it is alive, lets others have their turn; raises when the run is stopping
+    folder: Path  # of the run's parts while it runs
+
+
 @dataclass
 class Company:
     """What a scheme's main process is handed, already built."""
@@ -31,17 +54,26 @@ class Company:
     config: Config
     run: str
     algorithm: Algorithm
-    ledger: Ledger
+    ledger: HeadLedger
     rollout_steps: int
     player: Player | None  # where the scheme plays in the main process
-    mailbox: Mailbox | None  # where parts send to it
+    mailbox: Mailbox  # where parts send to it
     shape: RolloutShape
+    commons: Commons | None  # where the scheme's workers share one vector
+
+    def refresh(self) -> None:
+        """The house's view of a vector that others change: its version, and Adam's count of steps with it."""
+        assert self.commons is not None
+        parameters = self.algorithm.parameters
+        parameters.version = self.commons.version()
+        parameters.moments["step"].fill_(parameters.version)
 
 
 class Scheme(Protocol):
     """One place to cut the pipeline."""
 
     plays_here: bool  # the main process steps environments itself
+    shares_vector: bool  # the workers learn; the vector lies in shared memory, see commons.py
 
     def refuses(self, config: Config, algorithm: Any) -> str | None:
         """A sentence, where this scheme makes no sense with the rest of the config."""
@@ -54,6 +86,31 @@ class Scheme(Protocol):
 
     def main(self, company: Company) -> Iterator[None]:
         """What the main process does, a turn at a time."""
+
+
+class VectorScheme(Scheme, Protocol):
+    """A scheme whose workers learn: what they share is one vector."""
+
+    def exchange(self, config: Config, seat: Seat, links: Links, who: Who) -> Exchange:
+        """What the worker `who` does with a gradient."""
+
+
+def unused_options(config: Config, *, allowed: set[str]) -> str | None:
+    """A sentence, where an option was given that only another scheme has."""
+    for name, neutral in _OPTIONS.items():
+        if name not in allowed and getattr(config, name) != neutral:
+            return f"--{name.replace('_', '-')} means nothing to scheme {config.scheme}: leave it out"
+    return None
+
+
+def refuses_moving_weights(scheme: str, algorithm: Any) -> str | None:
+    """A sentence, where the algorithm learns from a rollout several times and needs its weights to stand still."""
+    if algorithm.weights_may_move:
+        return None
+    return (
+        f"scheme {scheme} moves the weights while {algorithm.__name__} still learns from the rollout they played: "
+        "use --scheme all-reduce or actor-learner, or --algo a3c"
+    )
 
 
 def one_memory(config: Config) -> str | None:

@@ -6,15 +6,13 @@ for a killed process to die holding. What the hub publishes lies in slots that e
 
 from __future__ import annotations
 
-import mmap
-import os
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Final, TypedDict
 
 from troupe.errors import BadMessage, PeerLost
-from troupe.region import Bell, reserve
+from troupe.region import Bell, Region, reserve
 from troupe.transports.codec import decode, encode
 from troupe.transports.receipts import Receipts
 from troupe.transports.rings import LINE, Ring, Slot, power_of_two
@@ -34,25 +32,21 @@ class LinkSpec(TypedDict):
     topics: dict[str, tuple[int, int]]  # topic -> offset on the board, bytes of the slot
 
 
-class _Shared:
-    """A mapped region, with the descriptor it came from."""
+class HubSpec(TypedDict):
+    """What a process must know besides the descriptors to be the hub's side in its maker's stead; JSON."""
 
-    def __init__(self, fd: int) -> None:
-        self.fd = fd
-        self._map = mmap.mmap(fd, os.fstat(fd).st_size)
-        self.view = memoryview(self._map)
-
-    def close(self) -> None:
-        self.view.release()
-        self._map.close()
-        os.close(self.fd)
+    name: str
+    up_bytes: int
+    down_bytes: int
+    topics: dict[str, tuple[int, int]]
+    children: list[str]
 
 
 class _Board:
     """What the hub tells everybody: the stop flag, and one slot per topic."""
 
     def __init__(self, fd: int, topics: Mapping[str, tuple[int, int]]) -> None:
-        self.shared = _Shared(fd)
+        self.shared = Region(fd)
         self.stop = self.shared.view[:LINE].cast("Q")
         self.slots = {name: Slot(self.shared.view[at : at + size]) for name, (at, size) in topics.items()}
 
@@ -75,7 +69,7 @@ class _Link:
     """The two rings between the hub and one child."""
 
     def __init__(self, fd: int, up_bytes: int, down_bytes: int) -> None:
-        self.shared = _Shared(fd)
+        self.shared = Region(fd)
         middle = Ring.HEADER_BYTES + up_bytes
         self.up = Ring(self.shared.view[:middle])
         self.down = Ring(self.shared.view[middle : middle + Ring.HEADER_BYTES + down_bytes])
@@ -84,6 +78,14 @@ class _Link:
         self.up.release()
         self.down.release()
         self.shared.close()
+
+
+@dataclass(frozen=True, slots=True)
+class HubConnection:
+    """What another process is handed to be the hub's side: `HubMailbox.attach`."""
+
+    spec: HubSpec
+    fds: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,6 +143,15 @@ class SharedHub:
         )
         return Connection(spec, (link.shared.fd, self._board.shared.fd, self._bell.fd, bell.fd))
 
+    def lend(self) -> HubConnection:
+        """This side of all links there are now, for another process; this one must leave its mailbox alone then."""
+        spec = HubSpec(
+            name=self.name, up_bytes=self._up_bytes, down_bytes=self._down_bytes, topics=self._topics,
+            children=list(self._links),
+        )  # fmt: skip
+        pairs = [fd for link, bell in self._links.values() for fd in (link.shared.fd, bell.fd)]
+        return HubConnection(spec, (self._board.shared.fd, self._bell.fd, *pairs))
+
     def stop(self) -> None:
         """Raise the flag that every child sees, and wake those that wait."""
         self._board.stop[_STOP_WORD] = 1
@@ -167,6 +178,17 @@ class HubMailbox:
         self._board, self._bell, self._links = board, bell, links
         self._turn = 0  # the link that is asked first: fair to all, however fast one of them writes
         self._closed = False
+
+    @classmethod
+    def attach(cls, spec: HubSpec, fds: Iterable[int]) -> HubMailbox:
+        """The hub's side, lent by the process that made it; whoever had it before must be dead."""
+        board, bell, *pairs = fds
+        sizes = spec["up_bytes"], spec["down_bytes"]
+        links = {
+            name: (_Link(link, *sizes), Bell(child_bell))
+            for name, link, child_bell in zip(spec["children"], pairs[::2], pairs[1::2], strict=True)
+        }
+        return cls(spec["name"], _Board(board, spec["topics"]), Bell(bell), links)
 
     def send(self, to: str, message: Message, timeout_s: float) -> None:
         """Blocks while the ring down to `to` is full; PeerLost after `timeout_s`."""
