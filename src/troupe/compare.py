@@ -176,7 +176,8 @@ class _Performance:
             fixed = f"--envs-per-worker {self.plan.envs_per_worker} {fixed}".strip()
         versions = " · ".join(f"{name} {version}" for name, version in package_versions().items() if version)
         notes = [
-            f"Median of {seeds} seed(s) (lowest to highest). Held fixed: {fixed or 'nothing but the presets'}.",
+            f"Median of {seeds} seed{'s'[: seeds > 1]} (lowest to highest). "
+            f"Held fixed: {fixed or 'nothing but the presets'}.",
             self.plan.left_out(),
             f"{here['cpu']}, {here['cores']} cores, {here['platform']}. {versions}.",
         ]

@@ -204,7 +204,7 @@ def summary(row: Row) -> str:
 
 
 def _words(values: Mapping[str, Scalar]) -> str:
-    names = {"algo": "{}", "scheme": "{}", "workers": "{} worker(s)"}
+    names = {"algo": "{}", "scheme": "{}", "workers": "{} worker" if values.get("workers") == 1 else "{} workers"}
     return " ".join(names.get(name, f"{name} {{}}").format(value) for name, value in values.items())
 
 

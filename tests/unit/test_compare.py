@@ -238,9 +238,9 @@ def test_what_has_no_figures_says_why() -> None:
         goal=True,
     )
     page = tables.table_md("t", table, ["a note"])
-    assert "- ppo hogwild 1 worker(s): refused: hogwild moves the weights\n" in page
-    assert "- a3c hogwild 1 worker(s): failed: 2 of 2 (killed by SIGKILL)\n" in page
-    assert "- a3c local 1 worker(s): 2 of 2 not run yet\n" in page
+    assert "- ppo hogwild 1 worker: refused: hogwild moves the weights\n" in page
+    assert "- a3c hogwild 1 worker: failed: 2 of 2 (killed by SIGKILL)\n" in page
+    assert "- a3c local 1 worker: 2 of 2 not run yet\n" in page
     assert page.endswith("\n\na note\n")
     assert "refused: hogwild" in tables.table_csv(table)
 
@@ -349,7 +349,7 @@ def test_a_failure_is_told_and_the_study_goes_on(stage: Stage, runs: Path) -> No
     line = next(line for line in read_csv(runs / "study" / "cells.csv") if line["run"] == failing)
     assert (line["state"], line["why"]) == ("failed", "no floor under it; build one")
     page = (runs / "study" / "table.md").read_text()
-    assert "- ppo actor-learner 2 worker(s): failed: 1 of 2 (no floor under it; build one)" in page
+    assert "- ppo actor-learner 2 workers: failed: 1 of 2 (no floor under it; build one)" in page
     stage.ends = {}
     assert cli.main(["compare", *SMALL]) == 0
     assert stage.asked[6:] == [failing]
