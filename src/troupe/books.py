@@ -49,7 +49,7 @@ class Books:
         self.means: deque[float] = deque(maxlen=60)  # window means, a second apart
         self.lags: deque[float] = deque(maxlen=500)  # versions between the weights that acted and those that learned
         self.ledger = {"messages": 0, "trained": 0, "rejected": 0}
-        self.gradients_refused = 0  # by servers
+        self.gradients_refused = 0  # by servers, or where they were made
         self.divisions: dict[str, Division] = defaultdict(Division)
         self.contributed: dict[str, int] = defaultdict(int)
         self.version = 0
@@ -83,18 +83,19 @@ class Books:
         self.contributed[sender] += report.steps
         self.ledger["messages"] += report.rollouts
         self.ledger["trained"] += report.rollouts
-        self.version += report.applied
         self.lags.extend(report.lags)
         for part, seconds in report.seconds.items():
             self.divisions[sender].seconds[part] += seconds
         self.losses = report.metrics or self.losses
+        if report.refused:
+            self.refused(sender, sender, "its gradients are not finite", report.refused)
         for returns, lengths in zip(report.returns, report.lengths, strict=True):
             self._tell_episodes(sender, returns, lengths)
 
-    def refused(self, by: str, who: str, why: str) -> None:
-        """A server would not have a worker's gradient."""
-        self.gradients_refused += 1
-        self.pages.write("refused", by=by, worker=who, why=why)
+    def refused(self, by: str, who: str, why: str, count: int) -> None:
+        """Gradients of a worker that a server, or the worker itself, would not have."""
+        self.gradients_refused += count
+        self.pages.write("refused", by=by, worker=who, why=why, count=count)
 
     def _tell_episodes(self, sender: str, returns: Array, lengths: Array) -> None:
         if len(returns):

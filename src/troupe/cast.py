@@ -80,7 +80,7 @@ class ProcessCast:
         self._pulses: list[Pulse] = []
         players = [part for part in parts if part.role in PLAYERS]
         for part in sorted(parts, key=lambda part: part.role == "server"):  # a server is lent links that are there
-            self._start(part, essential=part.role == "server" or len(players) == 1)
+            self._start(part, essential=part.essential or players == [part])
         self._start(EVALUATOR, essential=True)
 
     def _start(self, part: Part, *, essential: bool) -> None:
@@ -112,7 +112,10 @@ class ProcessCast:
         if event.part not in self._players:
             return
         self._losses[event.part] += event.kind == "lost"
-        self._given_up |= {event.part} if event.kind == "given_up" else set()
+        if event.kind == "given_up":
+            self._given_up.add(event.part)
+            if self._stage.commons:  # or the others, who count its steps, would think the budget spent and wait
+                self._stage.commons.seat(int(event.part.rpartition("-")[2])).forget()
         if all(self._losses[name] >= NEVER_PLAYED and not p.read().steps for name, p in self._players.items()):
             self.supervisor.fail(EnvironmentFault(f"no worker ever got to play a step: {event.cause}"))
         elif self._given_up == set(self._players):

@@ -9,12 +9,10 @@ from __future__ import annotations
 import fcntl
 import os
 import time
-from collections.abc import Callable, Mapping
-from typing import Any, Final, TypedDict
+from collections.abc import Callable
+from typing import Final, TypedDict
 
-import numpy as np
 import torch
-from torch import Tensor
 
 from troupe.parameters import Parameters
 from troupe.region import Region, reserve
@@ -22,7 +20,7 @@ from troupe.types import Array
 
 _LINE: Final = 8  # int64 words of a cache line
 _BEGUN_NS, _BEFORE_NS, _VERSION, _STEPS_BEFORE = range(4)  # words of the house's line
-_UPDATES, _STEPS, _REPORTED, _LIFE, _SLICE_UPDATES = range(5)  # words of a seat's line
+_UPDATES, _STEPS, _REPORTED, _LIFE, _SLICE_UPDATES, _MEETING = range(6)  # words of a seat's line
 _SPIN_S: Final = 50e-6  # a lock is held for about as long: sleeping at once would cost more
 _NAP_S: Final = 100e-6
 
@@ -44,8 +42,9 @@ class Commons:
         self._region = Region(fd)
         memory = self._region.view
         words = _LINE * (1 + spec["seats"])
-        lines = np.frombuffer(memory[: 8 * words], np.int64).reshape(1 + spec["seats"], _LINE)
-        self._house, self._seats = lines[0], lines[1:]
+        # Plain words: reading one costs a tenth of what an array's element does, and every gradient reads some.
+        lines = memory[: 8 * words].cast("q")
+        self._house, self._seats = lines[:_LINE], lines[_LINE:]
         floats = torch.frombuffer(memory, dtype=torch.float32, offset=8 * words)
         vectors = floats.view(1 + len(spec["moments"]), spec["size"])
         self.vector = vectors[0]
@@ -83,31 +82,50 @@ class Commons:
 
     def version(self) -> int:
         """Updates applied so far, by everybody."""
-        return int(self._house[_VERSION] + self._seats[:, _UPDATES].sum())
+        return self._house[_VERSION] + sum(self._seats[_UPDATES::_LINE])
 
     def steps(self) -> int:
         """Environment steps played so far, by everybody."""
-        return int(self._house[_STEPS_BEFORE] + self._seats[:, _STEPS].sum())
+        return self._house[_STEPS_BEFORE] + sum(self._seats[_STEPS::_LINE])
 
     def lives(self) -> tuple[int, ...]:
         """Which incarnation sits in each seat, counted from 1; 0 where nobody has sat yet."""
-        return tuple(self._seats[:, _LIFE].tolist())
+        return tuple(self._seats[_LIFE::_LINE])
+
+    def meeting(self) -> int:
+        """The newest meeting that anybody calls for; 0 before the first."""
+        return int(self._seats[:, _MEETING].max())
+
+    def all_at(self, meeting: int) -> bool:
+        """Whether everybody is ready for that meeting."""
+        return bool((self._seats[:, _MEETING] == meeting).all())
 
     def seat(self, rank: int) -> Seat:
         """The counters of one worker or server."""
-        return Seat(self, self._seats[rank])
+        return Seat(self, self._seats[_LINE * rank : _LINE * (rank + 1)])
 
 
 class Seat:
     """One process's own counters."""
 
-    def __init__(self, commons: Commons, line: Array) -> None:
+    def __init__(self, commons: Commons, line: memoryview) -> None:
         self.commons, self._line = commons, line
 
     def sit(self, incarnation: int) -> None:
-        """A new incarnation: what the former one played and did not report is lost, and so not counted."""
-        self._line[_STEPS] = self._line[_REPORTED]
+        """A new incarnation takes over the counters of the former one."""
+        self.forget()
         self._line[_LIFE] = incarnation + 1
+
+    def forget(self) -> None:
+        """What was played and not reported is lost with who played it, and must not be waited for.
+
+        For a successor, or for the house once there will be none: whoever sat here is dead.
+        """
+        self._line[_STEPS] = self._line[_REPORTED]
+
+    def ready_for(self, meeting: int) -> None:
+        """Come to that meeting; who asks for a higher number than the others calls them to a new one."""
+        self._line[_MEETING] = meeting
 
     def applied(self) -> None:
         """One more update is in the vector."""
@@ -121,7 +139,8 @@ class Seat:
 
     def slice_version(self) -> int:
         """Updates that this server's slice has seen."""
-        return int(self.commons._house[_VERSION] + self._line[_SLICE_UPDATES])
+        version: int = self.commons._house[_VERSION] + self._line[_SLICE_UPDATES]
+        return version
 
     def played(self, steps: int) -> None:
         """So many more environment steps."""
@@ -166,24 +185,32 @@ class CommonsLock:
         return True
 
 
-def adopt(parameters: Parameters, commons: Commons, version: int) -> None:
-    """Copy the shared weights into the local ones."""
-    parameters.vector.copy_(commons.vector)
-    parameters.version = version
+class SharedVector:
+    """A worker's own weights and gradient beside the commons: step there, copy from there."""
 
+    def __init__(self, seat: Seat) -> None:
+        self.seat, self.commons = seat, seat.commons
+        self._step = torch.zeros(())
+        self._step_word = self._step.numpy()
+        self._moments = {**self.commons.moments, "step": self._step}
+        self._shared = self.commons.vector.numpy()
+        self._own: Array | None = None  # the local weights, seen as an array once
 
-def step_in(commons: Commons, parameters: Parameters, seat: Seat, version: int) -> None:
-    """One optimiser step on the shared vector with the local gradient.
+    def adopt(self, parameters: Parameters, version: int) -> None:
+        """Copy the shared weights into the local ones."""
+        if self._own is None:
+            self._own = parameters.vector.numpy()
+        self._own[:] = self._shared
+        parameters.version = version
 
-    Adam's own count of steps is not shared: it is the version, which no two processes can tear.
-    """
-    moments: Mapping[str, Any] = {**commons.moments, "step": _step(version)}
-    parameters.optimise(commons.vector, parameters.gradient, moments, parameters.learning_rate)
-    seat.applied()
+    def step(self, parameters: Parameters, version: int) -> None:
+        """One optimiser step on the shared vector with the local gradient.
 
-
-def _step(version: int) -> Tensor:
-    return torch.tensor(float(version))
+        Adam's own count of steps is not shared: it is the version, which no two processes can tear.
+        """
+        self._step_word[...] = version
+        parameters.optimise(self.commons.vector, parameters.gradient, self._moments, parameters.learning_rate)
+        self.seat.applied()
 
 
 def _bytes(spec: CommonsSpec) -> int:

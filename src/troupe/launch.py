@@ -6,9 +6,9 @@ import math
 import os
 import signal
 import sys
-import tempfile
 import time
 from collections import deque
+from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -130,6 +130,7 @@ class _Show:
         self.journal: Journal | EventFiles | None = None
         self.saved_s = 0.0
         self.play_state: State | None = None
+        self.refresh: Callable[[], None] = lambda: None  # before anything is saved of a vector that others change
         if resume:
             self._restore()
         self.reviews = Reviews(self.config, run.name, self.goal, self.books, self.algorithm.parameters, self._save_best)
@@ -178,7 +179,7 @@ class _Show:
             seats = len(self.scheme.parts(self.config))
             commons = Commons.create(self.algorithm.parameters, seats, steps=self.books.steps)
         return Stage(
-            self.config, self.run.name, self.goal, self.books.life, Path(tempfile.mkdtemp(prefix="troupe-")), commons,
+            self.config, self.run.name, self.goal, self.books.life, self.run.path / "stage", commons,
             Region(reserve("troupe-replay", self.replay_bytes)) if self.replay_bytes else None,
         )  # fmt: skip
 
@@ -232,6 +233,7 @@ class _Show:
             self.config, self.run.name, self.algorithm, self.books, rollout_steps(self.config), player,
             cast.learner, self.shape, stage.commons,
         )  # fmt: skip
+        self.refresh = company.refresh
         checked = 0.0
         for _ in self.scheme.main(company):
             cast.turn()
@@ -284,6 +286,7 @@ class _Show:
         return {key: _plain(getattr(self.config, key)) for key in HELD_FIXED}
 
     def _save(self, player: Player | None) -> None:
+        self.refresh()
         parameters, state = self.algorithm.parameters, State()
         state.put("parameters", parameters.state())
         state.put("algorithm", self.algorithm.state())

@@ -31,7 +31,7 @@ from troupe.schemes.scheme import Links, Part, VectorScheme, Who
 from troupe.seeding import Seeds
 from troupe.transports.shared import HubMailbox, SharedMailbox
 
-EVALUATOR: Final = Part("evaluator", 0)
+EVALUATOR: Final = Part("evaluator", 0, essential=True)
 PLAYERS: Final = ("actor", "worker")  # the roles that play
 LIVES: Final = 1000  # incarnations per life of a run: those of a resumed run never meet those before
 _NAP_S: Final = 0.01  # of a worker that has nothing to do
@@ -52,10 +52,13 @@ class Stage:
     replay: Region | None = None  # one memory for the experience of all workers
 
     def __enter__(self) -> Stage:
+        """For the process that made it; what a killed one left is swept away."""
+        shutil.rmtree(self.folder, ignore_errors=True)
+        self.folder.mkdir(mode=0o700)
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Nothing is left of it; for the process that made it."""
+        """Nothing is left of it."""
         for region in (self.commons, self.replay):
             if region is not None:
                 region.close()

@@ -77,7 +77,8 @@ class Exchange(Protocol):
         """Before the first rollout: take the weights that the others have."""
 
     def __call__(self, parameters: Parameters) -> Metrics:
-        """The gradient at hand takes its way. "applied" of the metrics is 0 where it was refused."""
+        """The gradient at hand takes its way. "applied" of the metrics is 0 where it did not reach the weights, and
+        "refused" 1 where that is its own fault."""
 
     def settle(self, parameters: Parameters) -> None:
         """All batches of a rollout were handed over."""
@@ -105,11 +106,13 @@ class Ledger(Protocol):
 class HeadLedger(Ledger, Protocol):
     """The ledger of the main process, which also hears of what happens elsewhere."""
 
+    version: int  # updates applied so far, by everybody
+
     def reported(self, sender: str, report: Any) -> None:
         """What a worker that learns by itself did since its last report (roles/report.py)."""
 
-    def refused(self, by: str, who: str, why: str) -> None:
-        """A server refused a worker's gradient."""
+    def refused(self, by: str, who: str, why: str, count: int) -> None:
+        """`count` gradients of the worker `who` were refused."""
 
 
 class Seat(Protocol):

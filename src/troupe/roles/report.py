@@ -27,6 +27,7 @@ class Report:
     steps: int = 0
     gradients: int = 0
     applied: int = 0
+    refused: int = 0  # were not finite
     returns: list[Array] = field(default_factory=list)
     lengths: list[Array] = field(default_factory=list)
     lags: list[float] = field(default_factory=list)  # versions, one a rollout
@@ -37,6 +38,7 @@ class Report:
         """The report on its way."""
         meta = {
             "rollouts": self.rollouts, "steps": self.steps, "gradients": self.gradients, "applied": self.applied,
+            "refused": self.refused,
             **{f"s.{part}": seconds for part, seconds in self.seconds.items()},
             **{f"m.{name}": value for name, value in self.metrics.items()},
         }  # fmt: skip
@@ -52,10 +54,10 @@ class Report:
         """The report in `message`; BadMessage where it is none."""
         meta, arrays = message.meta, message.arrays
         try:
-            counts = {name: int(meta[name]) for name in ("rollouts", "steps", "gradients", "applied")}
+            counts = {name: int(meta[name]) for name in ("rollouts", "steps", "gradients", "applied", "refused")}
             returns, lengths, lags = arrays["returns"], arrays["lengths"], arrays["lags"]
-        except KeyError as e:
-            raise BadMessage(f"{message.sender}: a report without {e}") from e
+        except (KeyError, ValueError) as e:
+            raise BadMessage(f"{message.sender}: a report without a sound {e}") from e
         if returns.shape != lengths.shape or returns.ndim != 1 or not np.isfinite(returns).all():
             raise BadMessage(f"{message.sender}: returns {list(returns.shape)} and lengths of a report do not agree")
         return cls(
@@ -93,6 +95,7 @@ class Reporter:
         report, gradients = self._open, metrics.get("gradients", 0.0)
         report.gradients += round(gradients)
         report.applied += round(gradients * metrics.get("applied", 1.0))
+        report.refused += round(gradients * metrics.get("refused", 0.0))
         if "lag" in metrics:
             report.lags.append(metrics["lag"])
         report.metrics = metrics
@@ -124,6 +127,14 @@ class Reporter:
         self._open.seconds["send"] += time.perf_counter() - begin
 
 
+def refusal(message: Message) -> tuple[str, str, int]:
+    """Whose gradients a server refused, why, and how many; BadMessage where it does not say."""
+    who, why, count = (message.meta.get(name) for name in ("who", "why", "count"))
+    if not (isinstance(who, str) and isinstance(why, str) and isinstance(count, int)):
+        raise BadMessage(f"{message.sender}: a refusal that does not say of whom, why and how many")
+    return who, why, count
+
+
 def listen(mailbox: Mailbox, ledger: HeadLedger, *, run: str, refresh: Callable[[], None]) -> Iterator[None]:
     """The main process, where workers learn: each turn one report, or a short wait for one."""
     while True:
@@ -134,7 +145,7 @@ def listen(mailbox: Mailbox, ledger: HeadLedger, *, run: str, refresh: Callable[
                 if message.run != run:
                     raise BadMessage(f"{message.sender} works for run {message.run!r}, this is {run!r}")
                 if message.kind == "refused":
-                    ledger.refused(message.sender, str(message.meta.get("who")), str(message.meta.get("why")))
+                    ledger.refused(message.sender, *refusal(message))
                 else:
                     ledger.reported(message.sender, Report.unpack(message))
             except BadMessage as e:

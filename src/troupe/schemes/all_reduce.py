@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore
 
-from troupe.commons import Seat, adopt
+from troupe.commons import Seat, SharedVector
 from troupe.config import Config
 from troupe.parameters import PAD, Parameters
 from troupe.roles.report import listen
@@ -49,7 +49,7 @@ class AllReduceExchange:
             self._who.on_wait()
             time.sleep(_NAP_S)
         self._met = lives
-        adopt(parameters, self._commons, self._commons.version())
+        SharedVector(self._seat).adopt(parameters, self._commons.version())
         for name, moment in self._commons.moments.items():
             parameters.moments[name].copy_(moment)
         parameters.moments["step"].fill_(parameters.version)

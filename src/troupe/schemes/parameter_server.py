@@ -16,7 +16,7 @@ from troupe.errors import ConfigError, PeerLost
 from troupe.parameters import PAD, Optimiser, Parameters
 from troupe.ports import Mailbox
 from troupe.roles.report import listen
-from troupe.roles.server import server
+from troupe.roles.server import Limits, server
 from troupe.schemes.scheme import Company, Links, Part, Who, refuses_moving_weights, unused_options
 from troupe.types import Array, Message, Metrics
 
@@ -84,7 +84,7 @@ class ServerExchange:
 
     def __call__(self, parameters: Parameters) -> Metrics:
         if not parameters.finite():
-            return {"applied": 0.0}
+            return {"applied": 0.0, "refused": 1.0}
         begin, self._sequence = time.perf_counter(), self._sequence + 1
         gradient, meta = parameters.gradient.numpy(), {"learning_rate": parameters.learning_rate}
         for shard in self._shards:
@@ -133,7 +133,7 @@ class ParameterServer:
 
     def parts(self, config: Config) -> list[Part]:
         """The servers, then the workers."""
-        return [Part("server", i) for i in range(config.shards)] + [Part("worker", i) for i in range(config.workers)]
+        return [Part("server", i, essential=True) for i in range(config.shards)] + [Part("worker", i) for i in range(config.workers)]
 
     def topics(self, weights_bytes: int) -> dict[str, int]:
         """Servers publish, the main process does not."""
@@ -156,8 +156,8 @@ def serve(
     """The loop of server `rank`."""
     cut = cuts(len(seat.commons.vector), config.shards)[rank]
     slice_ = SharedSlice(seat.commons, cut, seat, optimiser, first=rank == 0)
-    max_norm = float(config.hyper["max_gradient_norm"])
+    limits = Limits(config.max_lag, float(config.hyper["max_gradient_norm"]), float(config.hyper["learning_rate"]))
     return server(
         slice_, workers, books, run=who.run, name=who.name, incarnation=who.incarnation,
-        accumulate=config.accumulate, max_lag=config.max_lag, max_norm=max_norm, timeout_s=SEND_S,
+        accumulate=config.accumulate, limits=limits, timeout_s=SEND_S,
     )  # fmt: skip

@@ -15,12 +15,7 @@ from troupe.roles.play import Player
 
 Links: TypeAlias = Mapping[str, Mailbox]  # hub -> the mailbox towards it
 
-_OPTIONS = {
-    "sync_every": 0,
-    "shards": 1,
-    "max_lag": 0,
-    "accumulate": 1,
-}  # of single schemes, and what they are unless given
+_OPTIONS = {"sync_every": 0, "shards": 1, "max_lag": 0, "accumulate": 1}  # of single schemes, unless given
 
 
 @dataclass(frozen=True)
@@ -29,6 +24,7 @@ class Part:
 
     role: str
     rank: int
+    essential: bool = False  # without it the run cannot go on
 
     @property
     def name(self) -> str:
@@ -63,9 +59,10 @@ class Company:
 
     def refresh(self) -> None:
         """The house's view of a vector that others change: its version, and Adam's count of steps with it."""
-        assert self.commons is not None
+        if self.commons is None:
+            return
         parameters = self.algorithm.parameters
-        parameters.version = self.commons.version()
+        parameters.version = self.ledger.version = self.commons.version()
         parameters.moments["step"].fill_(parameters.version)
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-from troupe.commons import CommonsLock, Seat, adopt, step_in
+from troupe.commons import CommonsLock, Seat, SharedVector
 from troupe.config import Config
 from troupe.parameters import Parameters
 from troupe.roles.report import listen
@@ -18,7 +18,8 @@ class SharedMemoryExchange:
     """Step the shared optimiser with the local gradient; every `sync_every` batches take the shared weights."""
 
     def __init__(self, seat: Seat, sync_every: int, lock: CommonsLock | None) -> None:
-        self._commons, self._seat, self._sync_every = seat.commons, seat, sync_every
+        self._shared, self._sync_every = SharedVector(seat), sync_every
+        self._version = seat.commons.version
         self._lock = lock
         self._guard: AbstractContextManager[None] = lock or nullcontext()
         self._since_sync = 0
@@ -30,19 +31,19 @@ class SharedMemoryExchange:
 
     def begin(self, parameters: Parameters) -> None:
         """The weights as they are now."""
-        adopt(parameters, self._commons, self._commons.version())
+        self._shared.adopt(parameters, self._version())
 
     def __call__(self, parameters: Parameters) -> Metrics:
         if not parameters.finite():
-            return {"applied": 0.0}
+            return {"applied": 0.0, "refused": 1.0}
         with self._guard:
-            version = self._commons.version()
-            step_in(self._commons, parameters, self._seat, version)
-            self._since_sync += 1
+            version = self._version()
             lag = version - parameters.version
+            self._shared.step(parameters, version)
+            self._since_sync += 1
             if self._since_sync >= self._sync_every:
                 self._since_sync = 0
-                adopt(parameters, self._commons, self._commons.version())
+                self._shared.adopt(parameters, self._version())
         return {"applied": 1.0, "lag": float(lag)}
 
     def settle(self, parameters: Parameters) -> None:
