@@ -16,13 +16,13 @@ PACKAGE = Path(__file__).parents[1] / "src" / "troupe"
 FOUNDATION = (
     "types errors",
     "seeding parameters nets returns transitions region config journal checkpoints",
-    "ports envs pulse goal rundir replay plain",
+    "ports envs pulse goal rundir replay plain commons",
 )
 # The branches: what of the foundation each may see, besides itself. `schemes` is the one that stands on another branch.
 BRANCHES = {
     "algos": "types errors seeding parameters nets returns transitions replay plain",  # maths: no role, no scheme
     "roles": "types errors seeding ports envs",  # loops: are handed an algorithm and a mailbox already built
-    "schemes": "types errors parameters ports config roles",
+    "schemes": "types errors parameters ports config commons roles",
     "transports": "types errors ports region",  # carry messages, whatever is in them
     "forkwire": "",
     "forkserver": "errors forkwire",
@@ -32,7 +32,7 @@ BRANCHES = {
 # The house, where the branches meet; lowest first, and each row sees everything below it.
 HOUSE = (
     "resolve build books panel eventfiles watchdog warmup signals",
-    "reviews",
+    "reviews parts",
     "cast",
     "launch",
     "api",

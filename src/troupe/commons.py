@@ -94,11 +94,11 @@ class Commons:
 
     def meeting(self) -> int:
         """The newest meeting that anybody calls for; 0 before the first."""
-        return int(self._seats[:, _MEETING].max())
+        return max(self._seats[_MEETING::_LINE])
 
     def all_at(self, meeting: int) -> bool:
         """Whether everybody is ready for that meeting."""
-        return bool((self._seats[:, _MEETING] == meeting).all())
+        return set(self._seats[_MEETING::_LINE]) == {meeting}
 
     def seat(self, rank: int) -> Seat:
         """The counters of one worker or server."""

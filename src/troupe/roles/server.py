@@ -13,7 +13,7 @@ import numpy as np
 
 from troupe.errors import BadMessage
 from troupe.ports import Mailbox
-from troupe.types import Array, Message
+from troupe.types import Array, Message, Scalar
 
 PUT_ASIDE_AFTER = 3  # refused gradients of one worker's incarnation
 SLACK = 1.001  # the whole gradient was clipped before it was sliced, so no slice of it is longer, but for rounding
@@ -60,7 +60,7 @@ def server(
     waiting: list[tuple[Array, float]] = []  # gradients and learning rates, towards the next step
 
     def tell(who: str, why: str, count: int, number: int) -> None:
-        meta = {"who": who, "why": why, "count": count}
+        meta: dict[str, Scalar] = {"who": who, "why": why, "count": count}
         books.send("learner", Message("refused", run, name, incarnation, number, meta=meta), timeout_s)
 
     def publish() -> None:
@@ -74,10 +74,11 @@ def server(
         message = workers.receive(timeout_s=0.1)
         heard = message is not None
         while message is not None:
+            known = gate.put_aside(message)
             try:
                 waiting.append(gate.checked(message))
             except BadMessage as e:
-                refusals.note(message.sender, str(e), at_once=not gate.put_aside(message))
+                refusals.note(message.sender, str(e), at_once=not known)
             if message.run == run:
                 handled[message.sender] = (message.incarnation, message.sequence)
             if len(waiting) >= accumulate:
@@ -92,7 +93,7 @@ def server(
 
 
 class _Gate:
-    """Lets pass what may meet the weights: of this run and the right shape, finite, no longer than it can be, not old."""
+    """Lets pass what may meet the weights: of this run, of the right shape, finite, no longer than can be, not old."""
 
     def __init__(self, slice_: Slice, run: str, limits: Limits) -> None:
         self._slice, self._run, self._limits = slice_, run, limits

@@ -9,48 +9,54 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch._C._distributed_c10d import FileStore
+from torch._C._distributed_c10d import AllreduceOptions, FileStore, ProcessGroupGloo
 
 from troupe.commons import Seat, SharedVector
 from troupe.config import Config
+from troupe.errors import PeerLost
 from troupe.parameters import PAD, Parameters
 from troupe.roles.report import listen
 from troupe.schemes.scheme import Company, Links, Part, Who, unused_options
 from troupe.types import Metrics
 
-MEET_S = 5.0  # one attempt to meet; whoever comes later is met at the next
+MEET_S = 5.0  # to connect once everybody is ready; longer only where somebody died at that very moment
+_FOREVER = timedelta(days=365)  # others may play for as long as they like; who is gone is noticed by the commons
 _SPIN_S, _NAP_S = 100e-6, 50e-6
 _PRESENT, _RATE = -2, -1  # places behind the gradient: who has one, and its learning rate
+_abandoned: list[object] = []  # groups with an operation open: freeing one would wait for those that are gone
 
 
 class AllReduceExchange:
-    """Averages gradients with torch.distributed's gloo, on loopback.
+    """Averages gradients with torch's gloo, on loopback.
 
-    A lost worker is a change of membership: the others meet again with its successor, and all go on from what the
-    commons hold, which the lowest seat keeps up to date. A worker that has no batch left in this rollout goes on
-    taking part, with nothing, until nobody has one.
+    A lost worker is a change of membership: whoever notices calls everybody to a new meeting, by its number in the
+    commons, and all go on from the weights there, which the lowest seat keeps up to date. A worker that has no batch
+    left in this rollout goes on taking part, with nothing, until nobody has one.
     """
 
-    def __init__(self, seat: Seat, who: Who) -> None:
-        self._seat, self._rank, self._folder, self._who = seat, who.rank, who.folder, who
-        self._commons = seat.commons
-        self._workers = len(self._commons.lives())
-        self._met: tuple[int, ...] = ()
+    def __init__(self, seat: Seat, workers: int, who: Who, *, meet_s: float) -> None:
+        self._seat, self._rank, self._who, self._workers = seat, who.rank, who, workers
+        self._commons, self._meet_s = seat.commons, meet_s
+        self._group: ProcessGroupGloo | None = None
+        self._met = 0  # the number of the meeting that the group is of
         self._open = torch.zeros(len(self._commons.vector) + PAD)
         self.waited_s = 0.0
 
     def begin(self, parameters: Parameters) -> None:
-        """Meet the others, and begin where the commons are."""
+        """Call a meeting, or come to the one that somebody called since ours; then go on from the commons."""
+        commons, self._group = self._commons, None
+        meeting = max(commons.meeting(), self._met + 1) if self._met else commons.meeting() + 1
         while True:
-            lives = self._commons.lives()
-            if all(lives) and lives != self._met and self._meet(lives):
-                break
+            meeting = max(meeting, commons.meeting())
+            self._seat.ready_for(meeting)
+            if commons.all_at(meeting):
+                if self._meet(meeting):
+                    break
+                meeting += 1
             self._who.on_wait()
             time.sleep(_NAP_S)
-        self._met = lives
-        SharedVector(self._seat).adopt(parameters, self._commons.version())
-        for name, moment in self._commons.moments.items():
+        SharedVector(self._seat).adopt(parameters, commons.version())
+        for name, moment in commons.moments.items():
             parameters.moments[name].copy_(moment)
         parameters.moments["step"].fill_(parameters.version)
 
@@ -60,32 +66,30 @@ class AllReduceExchange:
         if finite:
             self._open[:-PAD] = parameters.gradient
             self._open[_PRESENT], self._open[_RATE] = 1.0, parameters.learning_rate
-        return {"applied": float(self._together(parameters) and finite), "lag": 0.0}
+        applied = self._together(parameters) and finite
+        return {"applied": float(applied), "refused": float(not finite), "lag": 0.0}
 
     def settle(self, parameters: Parameters) -> None:
         """Take part with nothing until nobody has a batch left."""
-        if self._workers == 1:
-            return
-        while True:
+        while self._workers > 1:
             self._open.zero_()
             if not self._together(parameters):
                 return
 
     def _together(self, parameters: Parameters) -> bool:
-        """One meeting of all; False where nobody brought a gradient, or where somebody was lost on the way."""
+        """One step of all; False where nobody brought a gradient, or where somebody was lost on the way."""
         begin = time.perf_counter()
         try:
-            self._reduce()
-        except RuntimeError:  # a peer is gone, and gloo with it
-            self.begin(parameters)
-            return False
+            whole = self._reduce()
+            if not whole:
+                self.begin(parameters)
         finally:
             self.waited_s += time.perf_counter() - begin
-        present = float(self._open[_PRESENT])
+        present = float(self._open[_PRESENT]) if whole else 0.0
         if present == 0.0:
             return False
         torch.div(self._open[:-PAD], present, out=parameters.gradient)
-        rate = parameters.learning_rate if present == 1.0 and self._workers == 1 else float(self._open[_RATE]) / present
+        rate = parameters.learning_rate if self._workers == 1 else float(self._open[_RATE]) / present
         parameters.optimise(parameters.vector, parameters.gradient, parameters.moments, rate)
         parameters.version += 1
         if self._rank == 0:
@@ -95,31 +99,49 @@ class AllReduceExchange:
             self._seat.applied()
         return True
 
-    def _reduce(self) -> None:
-        work = dist.all_reduce(self._open, async_op=True)
+    def _reduce(self) -> bool:
+        """Sum what is open over all workers; False where the group is no more."""
+        assert self._group is not None
+        if self._commons.meeting() != self._met:
+            return False
+        options = AllreduceOptions()
+        options.timeout = _FOREVER
         begin = time.perf_counter()
-        while not work.is_completed():
-            if time.perf_counter() - begin < _SPIN_S:
-                os.sched_yield()
-            else:
-                if self._commons.lives() != self._met:  # somebody's successor waits for us
-                    raise RuntimeError("a worker was replaced")
+        try:
+            work = self._group.allreduce([self._open], options)  # type: ignore[attr-defined]
+            while not work.is_completed():
+                if time.perf_counter() - begin < _SPIN_S:
+                    os.sched_yield()
+                    continue
+                if self._commons.meeting() != self._met:
+                    self._abandon(work)
+                    return False
                 self._who.on_wait()
                 time.sleep(_NAP_S)
-        work.wait()
+            work.wait()
+        except PeerLost:  # the run is stopping
+            self._abandon(work)
+            raise
+        except RuntimeError:  # a peer is gone, and gloo says so first
+            return False
+        return True
 
-    def _meet(self, lives: tuple[int, ...]) -> bool:
-        """Make a group of the incarnations `lives`; False where not all came."""
-        if dist.is_initialized():
-            dist.destroy_process_group()
-        os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # this machine, and nothing but it
-        store = FileStore(str(self._folder / f"meeting-{'-'.join(map(str, lives))}"), self._workers)
+    def _abandon(self, work: object) -> None:
+        """Leave the group to itself; what it still writes to is ours no more."""
+        _abandoned.extend((self._group, work, self._open))
+        self._open = torch.zeros_like(self._open)
+
+    def _meet(self, meeting: int) -> bool:
+        """Connect to everybody, who are all about to do the same; False where one of them was lost meanwhile."""
+        store = FileStore(str(self._who.folder / f"meeting-{meeting}"), self._workers)
+        options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+        options._devices = [ProcessGroupGloo.create_device(hostname="127.0.0.1")]  # this machine, nothing but it
+        options._timeout = timedelta(seconds=self._meet_s)
         try:
-            dist.init_process_group(
-                "gloo", store=store, rank=self._rank, world_size=self._workers, timeout=timedelta(seconds=MEET_S)
-            )
+            self._group = ProcessGroupGloo(store, self._rank, self._workers, options)
         except RuntimeError:
             return False
+        self._met = meeting
         return True
 
 
@@ -135,8 +157,8 @@ class AllReduce:
         return unused_options(config, allowed=set())
 
     def parts(self, config: Config) -> list[Part]:
-        """One worker a process."""
-        return [Part("worker", rank) for rank in range(config.workers)]
+        """One worker a process; they cannot do without any of them."""
+        return [Part("worker", rank, essential=True) for rank in range(config.workers)]
 
     def topics(self, weights_bytes: int) -> dict[str, int]:
         """Gradients travel among the workers alone."""
@@ -148,4 +170,4 @@ class AllReduce:
 
     def exchange(self, config: Config, seat: Seat, links: Links, who: Who) -> AllReduceExchange:
         """What a worker does with a gradient."""
-        return AllReduceExchange(seat, who)
+        return AllReduceExchange(seat, config.workers, who, meet_s=min(MEET_S, config.step_timeout_s / 2))

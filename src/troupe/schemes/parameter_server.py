@@ -133,7 +133,8 @@ class ParameterServer:
 
     def parts(self, config: Config) -> list[Part]:
         """The servers, then the workers."""
-        return [Part("server", i, essential=True) for i in range(config.shards)] + [Part("worker", i) for i in range(config.workers)]
+        servers = [Part("server", i, essential=True) for i in range(config.shards)]
+        return servers + [Part("worker", i) for i in range(config.workers)]
 
     def topics(self, weights_bytes: int) -> dict[str, int]:
         """Servers publish, the main process does not."""
