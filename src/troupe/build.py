@@ -21,7 +21,7 @@ from troupe.replay import ReplayShape, check_fits
 from troupe.roles.cargo import RolloutShape
 from troupe.roles.play import Player
 from troupe.seeding import Seeds
-from troupe.types import Seat
+from troupe.types import Place
 
 
 def env_spec(config: Config) -> envs.EnvSpec:
@@ -51,8 +51,8 @@ def build_algorithm(
     network = kind.make_network(hyper, observation, action, spec)
     parameters = Parameters(network, optimiser=config.optimiser)
     turn_steps = config.envs * rollout_steps(config)
-    seat = Seat(rank, config.workers, config.envs, turn_steps, replay_memory)
-    algorithm: Algorithm = kind(hyper, network, parameters, seeds.stream("learn", rank), seat)
+    place = Place(rank, config.workers, config.envs, turn_steps, replay_memory)
+    algorithm: Algorithm = kind(hyper, network, parameters, seeds.stream("learn", rank), place)
     return algorithm
 
 

@@ -80,7 +80,7 @@ class Message:
 
 
 @dataclass(frozen=True, slots=True)
-class Seat:
+class Place:
     """Where in the company an algorithm works: which worker it is of how many, and what they share."""
 
     rank: int

@@ -19,15 +19,15 @@ from troupe.parameters import Parameters
 from troupe.resolve import check_pairs, resolve
 from troupe.roles.learn import learn
 from troupe.schemes.exchange import apply_here
-from troupe.types import Rollout, Seat
+from troupe.types import Place, Rollout
 
 OBSERVATION = spaces.Box(-1.0, 1.0, (3,), np.float32)
-SEAT = Seat(rank=0, workers=1, envs=4, turn_steps=32)
+PLACE = Place(rank=0, workers=1, envs=4, turn_steps=32)
 STEPS = 8
 
 
 def make(
-    seat: Seat = SEAT, *, action: spaces.Discrete | None = None, observation: Any = OBSERVATION, **options: Any
+    place: Place = PLACE, *, action: spaces.Discrete | None = None, observation: Any = OBSERVATION, **options: Any
 ) -> DQN:
     torch.manual_seed(0)
     config = msgspec.convert(
@@ -38,7 +38,7 @@ def make(
         for p in network.parameters():
             p.copy_(torch.randn(p.shape) * 0.5)  # a head that tells the actions apart
     parameters = Parameters(network)
-    return DQN(config, network, parameters, np.random.default_rng(5), seat)
+    return DQN(config, network, parameters, np.random.default_rng(5), place)
 
 
 def rollout(seed: int, lanes: int = 4) -> Rollout:
@@ -145,7 +145,7 @@ def test_learning_starts_with_as_many_transitions_as_were_asked_for() -> None:
 def test_each_environment_of_all_workers_has_an_epsilon_of_its_own() -> None:
     whole = lane_epsilons(0.4, 7.0, 8)
     np.testing.assert_allclose(whole, [0.4 ** (1 + i / 7 * 7) for i in range(8)])
-    parts = [make(Seat(r, 2, 8, 64), epsilon_end=0.4, epsilon_spread=7.0, exploration=0.25) for r in range(2)]
+    parts = [make(Place(r, 2, 8, 64), epsilon_end=0.4, epsilon_spread=7.0, exploration=0.25) for r in range(2)]
     for progress, share in ((0.0, 0.0), (0.125, 0.5), (0.25, 1.0), (1.0, 1.0)):
         for part in parts:
             part.anneal(progress)

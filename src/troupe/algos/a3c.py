@@ -13,7 +13,7 @@ from troupe.algos.actor_critic import ActorCriticAgent, Samples, join, make_acto
 from troupe.algos.options import Count, Fraction, Positive, Weight
 from troupe.nets import ActorCritic
 from troupe.parameters import Parameters
-from troupe.types import Array, Decision, Metrics, Seat
+from troupe.types import Array, Decision, Metrics, Place
 
 
 class A3CConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -42,7 +42,7 @@ class A3C:
     off_policy = False
 
     def __init__(
-        self, config: A3CConfig, network: ActorCritic, parameters: Parameters, rng: np.random.Generator, seat: Seat
+        self, config: A3CConfig, network: ActorCritic, parameters: Parameters, rng: np.random.Generator, place: Place
     ) -> None:
         self.config = config
         self.agent = ActorCriticAgent(network, parameters, rng)

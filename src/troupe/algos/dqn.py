@@ -23,7 +23,7 @@ from troupe.plain import plain
 from troupe.replay import Replay, ReplayShape
 from troupe.seeding import rng_state, set_rng_state
 from troupe.transitions import n_step_transitions
-from troupe.types import Array, Decision, Metrics, Rollout, Seat, State
+from troupe.types import Array, Decision, Metrics, Place, Rollout, State
 
 CHUNK_ROWS = 4096  # transitions drawn at once, for many gradients: small arrays cost more to handle than to fill
 
@@ -81,9 +81,9 @@ class DQN:
     off_policy = True
 
     def __init__(
-        self, config: DQNConfig, network: QNetwork, parameters: Parameters, rng: np.random.Generator, seat: Seat
+        self, config: DQNConfig, network: QNetwork, parameters: Parameters, rng: np.random.Generator, place: Place
     ) -> None:
-        shares = seat.workers if config.replay == "global" else 1
+        shares = place.workers if config.replay == "global" else 1
         self.enough = max(config.learning_starts, config.batch)
         _check(config, self.enough, config.replay_size * shares)
         self.config, self.network, self.parameters, self.rng = config, network, parameters, rng
@@ -92,12 +92,12 @@ class DQN:
         self.memory: Replay | None = None
         if config.replay == "local":
             self.memory = Replay(shape)
-        elif seat.replay_memory is not None:
-            self.memory = Replay(shape, seat.replay_memory, share=seat.rank)
+        elif place.replay_memory is not None:
+            self.memory = Replay(shape, place.replay_memory, share=place.rank)
         self.target, self.target_vector = _twin(network, parameters)
         self.target_age = 0  # of the weights in it: their version // target_every
         self.owed_steps = 0.0  # environment steps that no gradient was made for yet
-        self.end_epsilons = lane_epsilons(config.epsilon_end, config.epsilon_spread, seat.envs)[seat.lanes]
+        self.end_epsilons = lane_epsilons(config.epsilon_end, config.epsilon_spread, place.envs)[place.lanes]
         self.value = 0.0  # what the target network expects of what was drawn last
         self.anneal(0.0)
 

@@ -14,7 +14,7 @@ from troupe.algos.actor_critic import ActorCriticAgent, Samples, join, make_acto
 from troupe.algos.options import Count, Fraction, Positive, Weight
 from troupe.nets import ActorCritic
 from troupe.parameters import Parameters
-from troupe.types import Array, Metrics, Rollout, Seat
+from troupe.types import Array, Metrics, Place, Rollout
 
 
 class IMPALAConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -44,7 +44,7 @@ class IMPALA:
     off_policy = False
 
     def __init__(
-        self, config: IMPALAConfig, network: ActorCritic, parameters: Parameters, rng: np.random.Generator, seat: Seat
+        self, config: IMPALAConfig, network: ActorCritic, parameters: Parameters, rng: np.random.Generator, place: Place
     ) -> None:
         self.config = config
         self.agent = ActorCriticAgent(network, parameters, rng)

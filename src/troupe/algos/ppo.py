@@ -15,7 +15,7 @@ from troupe.algos.options import Count, Fraction, Positive, Weight
 from troupe.errors import ConfigError
 from troupe.nets import ActorCritic
 from troupe.parameters import Parameters
-from troupe.types import Metrics, Seat
+from troupe.types import Metrics, Place
 
 
 class PPOConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -51,12 +51,12 @@ class PPO:
     off_policy = False
 
     def __init__(
-        self, config: PPOConfig, network: ActorCritic, parameters: Parameters, rng: np.random.Generator, seat: Seat
+        self, config: PPOConfig, network: ActorCritic, parameters: Parameters, rng: np.random.Generator, place: Place
     ) -> None:
         self.config = config
         self.agent = ActorCriticAgent(network, parameters, rng)
         self.network, self.parameters = network, parameters
-        self.enough = config.batch_steps or seat.turn_steps
+        self.enough = config.batch_steps or place.turn_steps
         if config.minibatch > self.enough:
             raise ConfigError(f"--minibatch {config.minibatch} is more than the {self.enough} steps that are gathered")
         self.act, self.remember = self.agent.act, self.agent.remember
