@@ -180,6 +180,7 @@ class Books:
         values: dict[str, Any] = {
             "steps": self.steps, "seconds": self.seconds(), "episodes": self.episodes, "window": list(self.window),
             "life": self.life, "ledger": dict(self.ledger), "contributed": dict(self.contributed),
+            "gradients_refused": self.gradients_refused,
         }  # fmt: skip
         return State({}, values)
 
@@ -190,6 +191,7 @@ class Books:
         self.window.extend(v["window"])
         self.ledger.update(v["ledger"])
         self.contributed.update(v["contributed"])
+        self.gradients_refused = v.get("gradients_refused", 0)  # of a run from before there were servers
         self.life, self.version = v["life"] + 1, version
 
 

@@ -8,8 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from troupe.books import Books, Division
+from troupe.books import PARTS, Books, Division
 from troupe.goal import Goal
+from troupe.roles.report import Report
 from troupe.types import Message, Rollout, State
 
 
@@ -106,23 +107,30 @@ def test_a_gradient_that_was_refused_is_no_update() -> None:
 
 
 def test_time_is_divided_among_what_it_went_into() -> None:
-    assert Division().shares() == {"play": 0.0, "wait": 0.0, "learn": 0.0, "send": 0.0}
+    assert Division().shares() == dict.fromkeys(PARTS, 0.0)
     b, _ = books()
     b.spent("learn", 3.0)
     b.spent("wait", 1.0)
     b.played(rollout(), sent("actor-0", play_s=2.0, wait_s=6.0, env_s=99.0))
-    assert b.divisions["learner"].shares() == {"play": 0.0, "wait": 0.25, "learn": 0.75, "send": 0.0}
-    assert b.divisions["actor-0"].shares() == {"play": 0.25, "wait": 0.75, "learn": 0.0, "send": 0.0}
+    nothing = dict.fromkeys(PARTS, 0.0)
+    assert b.divisions["learner"].shares() == {**nothing, "wait": 0.25, "learn": 0.75}
+    assert b.divisions["actor-0"].shares() == {**nothing, "play": 0.25, "wait": 0.75}
 
 
 @pytest.mark.parametrize(
     ("what", "words"),
-    [("wait", "environments"), ("play", "environments"), ("learn", "learning"), ("send", "sending")],
+    [
+        ("wait", "environments"),
+        ("play", "environments"),
+        ("learn", "learning"),
+        ("send", "sending"),
+        ("exchange", "each other"),
+    ],
 )
 def test_what_limits_the_speed_is_what_most_time_goes_into(clock: Clock, what: str, words: str) -> None:
     b, pages = books()
     assert b.waiting_on() == ""
-    for part in ("play", "wait", "learn", "send"):
+    for part in PARTS:
         b.spent(part, 5.0 if part == what else 1.0)
     b.tick()
     assert pages.of("progress")[0]["waiting_on"] == words
@@ -145,12 +153,33 @@ def test_a_progress_line_a_second_with_the_speed_of_the_last_seconds(clock: Cloc
     assert lines[-1]["progress"] == lines[-1]["steps"] / 1000
 
 
+def test_a_worker_that_learns_is_counted_as_it_reports() -> None:
+    b, pages = books()
+    report = Report(
+        rollouts=2, steps=10, gradients=4, applied=3, refused=1, returns=[np.array([1.5, 2.5], np.float32)],
+        lengths=[np.array([3, 4])], lags=[0.0, 2.0], seconds={"play": 3.0, "exchange": 1.0}, metrics={"loss": 0.5},
+    )  # fmt: skip
+    b.version = 7  # the commons say it, for several reports may speak of the same update
+    b.reported("worker-1", report)
+    b.reported("worker-0", Report(rollouts=1, steps=5))
+    assert (b.steps, b.version, b.losses) == (15, 7, {"loss": 0.5})
+    assert dict(b.contributed) == {"worker-1": 10, "worker-0": 5}
+    assert b.ledger == {"messages": 3, "trained": 3, "rejected": 0}
+    assert (b.lag(0.0), b.lag(1.0), b.mean()) == (0.0, 2.0, 2.0)
+    assert b.divisions["worker-1"].shares()["exchange"] == 0.25
+    assert pages.of("episodes") == [{"steps": 10, "worker": "worker-1", "returns": [1.5, 2.5], "lengths": [3, 4]}]
+    (line,) = pages.of("refused")
+    assert (line["by"], line["worker"], line["count"]) == ("worker-1", "worker-1", 1)
+    assert b.gradients_refused == 1
+
+
 def test_counting_goes_on_over_a_resume(clock: Clock) -> None:
     b, _ = books()
     b.begin()
     b.played(rollout(returns=(7.0,)), sent("actor-0"))
     b.rejected(sent(), "why")
     b.learned({"gradients": 2.0})
+    b.refused("server-0", "worker-1", "why", 4)
     clock.now += 30.0
     stored = State()
     stored.put("books", b.state())
@@ -166,6 +195,7 @@ def test_counting_goes_on_over_a_resume(clock: Clock) -> None:
     other.played(rollout(version=2), sent("actor-0"))
     assert (other.steps, dict(other.contributed), other.lag(0.5)) == (10, {"actor-0": 10}, 0.0)
     assert other.ledger == {"messages": 3, "trained": 2, "rejected": 1}
+    assert other.gradients_refused == 4
     again, _ = books()
     again.restore(other.state(), version=2)
     assert again.life == 2

@@ -127,7 +127,8 @@ class _Gate:
         most = self._limits.learning_rate
         if not isinstance(rate, int | float) or not 0 <= rate <= most * SLACK:
             return f"a learning rate of {rate!r}, where this run's is at most {most:g}"
-        norm = float(np.linalg.norm(gradient))
+        with np.errstate(over="ignore"):  # then it is infinite, and refused
+            norm = float(np.linalg.norm(gradient))
         if not math.isfinite(norm):
             return "a gradient that is not finite"
         if norm > self._limits.norm * SLACK:
