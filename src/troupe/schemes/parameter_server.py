@@ -37,7 +37,8 @@ class SharedSlice:
 
     def __init__(self, commons: Commons, cut: slice, seat: Seat, optimiser: Optimiser, *, first: bool) -> None:
         self._vector = commons.vector[cut]
-        self._moments = {name: moment[cut] for name, moment in commons.moments.items()}
+        self._step = torch.zeros(())
+        self._moments = {name: moment[cut] for name, moment in commons.moments.items()} | {"step": self._step}
         self._seat, self._optimiser, self._first = seat, optimiser, first
         self.version = seat.slice_version()
         self.size = len(self._vector)
@@ -49,8 +50,8 @@ class SharedSlice:
 
     def apply(self, gradient: Array, learning_rate: float) -> None:
         """Step this slice."""
-        moments = {**self._moments, "step": torch.tensor(float(self.version))}
-        self._optimiser(self._vector, torch.from_numpy(gradient), moments, learning_rate)
+        self._step.fill_(self.version)
+        self._optimiser(self._vector, torch.from_numpy(gradient), self._moments, learning_rate)
         self.version += 1
         self._seat.applied_slice(counts=self._first)
 
@@ -68,47 +69,61 @@ class _Shard:
 
 
 class ServerExchange:
-    """Send each server its slice of the gradient, wait until it was handled, take the weights that came of it."""
+    """Send each server its slice of the gradient, take the weights that came of the last one.
 
-    def __init__(self, shards: list[_Shard], who: Who) -> None:
-        self._shards, self._who = shards, who
+    With `overlap` the next gradient is made while the servers apply this one, so its weights lack the one before;
+    without it, every gradient is waited for.
+    """
+
+    def __init__(self, shards: list[_Shard], who: Who, *, overlap: bool) -> None:
+        self._shards, self._who, self._overlap = shards, who, overlap
         self._me, self._sequence = f"{who.name}.{who.incarnation}", 0
+        self._sent: list[tuple[int, int]] = []  # of each shard: version and incarnation when the last gradient left
         self.waited_s = 0.0
 
     def begin(self, parameters: Parameters) -> None:
         """The weights that the servers have."""
         for shard in self._shards:
             while shard.version < 0:
-                self._take(shard, parameters)
+                self._take(shard, parameters, 0.1)
         parameters.version = self._shards[0].version
 
     def __call__(self, parameters: Parameters) -> Metrics:
         if not parameters.finite():
             return {"applied": 0.0, "refused": 1.0}
-        begin, self._sequence = time.perf_counter(), self._sequence + 1
+        begin, lag = time.perf_counter(), 0
+        if self._overlap:
+            lag = self._await(parameters)
+        self._send(parameters)
+        if not self._overlap:
+            lag = self._await(parameters)
+        parameters.version = self._shards[0].version
+        self.waited_s += time.perf_counter() - begin
+        return {"applied": 1.0, "lag": float(lag)}
+
+    def settle(self, parameters: Parameters) -> None:
+        """What is on its way to the servers does not hold up the next rollout."""
+
+    def _send(self, parameters: Parameters) -> None:
+        self._sequence += 1
         gradient, meta = parameters.gradient.numpy(), {"learning_rate": parameters.learning_rate}
+        self._sent = [(shard.version, shard.incarnation) for shard in self._shards]
         for shard in self._shards:
             message = Message(
                 "gradient", self._who.run, self._who.name, self._who.incarnation, self._sequence, shard.version, meta,
                 {"gradient": gradient[shard.cut]},
             )  # fmt: skip
             shard.mailbox.send(shard.name, message, SEND_S)
-        before = self._shards[0].version
-        for shard in self._shards:
-            served_by = shard.incarnation
-            while shard.handled.get(self._me, 0) < self._sequence:
-                self._take(shard, parameters)
-                if shard.incarnation != served_by:
-                    break  # it died with our gradient or after it: one gradient more or less, the run goes on
-        parameters.version = self._shards[0].version
-        self.waited_s += time.perf_counter() - begin
-        return {"applied": 1.0, "lag": float(max(0, parameters.version - before - 1))}
 
-    def settle(self, parameters: Parameters) -> None:
-        """Nothing is open between two rollouts: every gradient was waited for."""
+    def _await(self, parameters: Parameters) -> int:
+        """Until the last gradient was handled; how many of others' were applied between its weights and it."""
+        for shard, (_, served_by) in zip(self._shards, self._sent, strict=False):
+            while shard.handled.get(self._me, 0) < self._sequence and shard.incarnation == served_by:
+                self._take(shard, parameters, 0.1)  # a successor may never have seen it: one gradient more or less
+        return max(0, self._shards[0].version - self._sent[0][0] - 1) if self._sent else 0
 
-    def _take(self, shard: _Shard, parameters: Parameters) -> None:
-        news = shard.mailbox.wait_latest("weights", 0.1)
+    def _take(self, shard: _Shard, parameters: Parameters, timeout_s: float) -> None:
+        news = shard.mailbox.wait_latest("weights", timeout_s)
         if news is None:
             self._who.on_wait()
             return
@@ -148,7 +163,7 @@ class ParameterServer:
         """What a worker does with a gradient."""
         pieces = cuts(len(seat.commons.vector), config.shards)
         shards = [_Shard(cut, links[f"server-{i}"], f"server-{i}") for i, cut in enumerate(pieces)]
-        return ServerExchange(shards, who)
+        return ServerExchange(shards, who, overlap=config.overlap)
 
 
 def serve(

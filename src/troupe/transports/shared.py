@@ -6,6 +6,7 @@ for a killed process to die holding. What the hub publishes lies in slots that e
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from troupe.transports.rings import LINE, Ring, Slot, power_of_two
 from troupe.types import Message
 
 _SLICE_S: Final = 0.1  # longest sleep: a peer killed between its commit and its ring is noticed this late
+_SPIN_S: Final = 500e-6  # what an answer may take before sleeping pays: to be woken costs 50 to 100 us by itself
 _STOP_WORD: Final = 0  # of the board
 
 
@@ -207,12 +209,12 @@ class HubMailbox:
 
     def receive(self, timeout_s: float) -> Message | None:
         """The next message of any child, in turn."""
-        deadline = time.monotonic() + timeout_s
+        begin = time.monotonic()
         while (message := self._next()) is None:
-            left = deadline - time.monotonic()
+            left = begin + timeout_s - time.monotonic()
             if left <= 0:
                 return None
-            self._bell.wait(min(left, _SLICE_S))
+            _pause(self._bell, timeout_s - left, left)
         return message
 
     def publish(self, topic: str, message: Message) -> None:
@@ -281,18 +283,18 @@ class SharedMailbox:
             raise PeerLost(f"{to}: {self.name} has a link to {self.hub!r} only")
         pieces = encode(message)
         size = sum(map(len, pieces))
-        deadline = time.monotonic() + timeout_s
+        begin = time.monotonic()
         while not self._link.up.write(pieces, size):
-            if not self._wait(deadline):
+            if not self._wait(begin, timeout_s):
                 why = "the run is stopping" if self.stopping else f"its mailbox stayed full for {timeout_s} s"
                 raise PeerLost(f"{to}: {why}")
         self._hub_bell.ring()
 
     def receive(self, timeout_s: float) -> Message | None:
         """The next message the hub sent to this child."""
-        deadline = time.monotonic() + timeout_s
+        begin = time.monotonic()
         while (message := _take(self._link.down, self._hub_bell, self.receipts)) is None:
-            if not self._wait(deadline):
+            if not self._wait(begin, timeout_s):
                 return None
         return message
 
@@ -306,9 +308,9 @@ class SharedMailbox:
 
     def wait_latest(self, topic: str, timeout_s: float) -> Message | None:
         """`latest`, waited for: None after `timeout_s`."""
-        deadline = time.monotonic() + timeout_s
+        begin = time.monotonic()
         while (message := self._board.latest(topic, self.receipts)) is None:
-            if not self._wait(deadline):
+            if not self._wait(begin, timeout_s):
                 return None
         return message
 
@@ -322,14 +324,22 @@ class SharedMailbox:
         self._hub_bell.close()
         self._bell.close()
 
-    def _wait(self, deadline: float) -> bool:
-        """Sleep until something changed; False where there is nothing left to wait for."""
-        left = deadline - time.monotonic()
+    def _wait(self, begin: float, timeout_s: float) -> bool:
+        """Pause until something may have changed; False where there is nothing left to wait for."""
+        left = begin + timeout_s - time.monotonic()
         if left <= 0 or self.stopping:
             return False
         self._on_wait()
-        self._bell.wait(min(left, _SLICE_S))
+        _pause(self._bell, timeout_s - left, left)
         return True
+
+
+def _pause(bell: Bell, waited_s: float, left_s: float) -> None:
+    """Let others run for a moment, and sleep only where that has not helped."""
+    if waited_s < _SPIN_S:
+        os.sched_yield()
+    else:
+        bell.wait(min(left_s, _SLICE_S))
 
 
 def _take(ring: Ring, writer: Bell, receipts: Receipts) -> Message | None:
