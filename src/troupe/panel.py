@@ -282,20 +282,21 @@ def _division_rows(status: Status, width: int) -> list[Text]:
 
     shown = list(status.divisions.items())[:ROLES_SHOWN]
     label = min(max(len(_clean(role)) for role, _ in shown), 16)
-    numbers = sum(len(f"  {part} 100%") for part, _, _ in _PARTS)
+    parts = [each for each in _PARTS if any(_fraction(division, each[0]) for _, division in shown)]
+    numbers = sum(len(f"  {part} 100%") for part, _, _ in parts)
     room = width - label - 2
     bar = room - numbers if room - numbers >= 10 else room
     rows = []
     for role, division in shown:
         row = Text(f"{_clean(role)[:label]:<{label}}  ")
         total, used = 0.0, 0
-        for part, block, style in _PARTS:
+        for part, block, style in parts:
             total += _fraction(division, part)
             edge = round(min(total, 1.0) * bar)  # rounding the running sum: the pieces always add up to the whole
             row.append(block * (edge - used), style)
             used = edge
         row.append(" " * (bar - used))
-        for part, _, style in _PARTS if bar < room else ():
+        for part, _, style in parts if bar < room else ():
             row.append(f"  {part} ", "dim").append(f"{_fraction(division, part):4.0%}", style)
         rows.append(row)
     if len(status.divisions) > len(shown):

@@ -218,9 +218,36 @@ def test_pairs_that_make_no_sense_are_refused_with_what_to_use_instead() -> None
     assert "take --envs 4" in why(scheme="actor-learner", workers=4, envs=1)
     assert "there is no scheme 'actor-lerner'; did you mean actor-learner?" in why(scheme="actor-lerner")
     assert "there is no transport 'sharde'; did you mean shared?" in why(via="sharde")
+
+
+MOVING = ("hogwild", "locked", "parameter-server")  # schemes whose weights others change while one learns
+
+
+def test_every_pair_is_taken_with_one_worker_but_ppo_where_weights_move() -> None:
+    for algo in ALGORITHMS:
+        base = resolve({"env": "CartPole-v1", "algo": algo})
+        for scheme in SCHEMES:
+            for via in TRANSPORTS:
+                config = msgspec.structs.replace(base, scheme=scheme, via=via, workers=1)
+                if algo == "ppo" and scheme in MOVING:
+                    with pytest.raises(ConfigError, match="use --scheme all-reduce or actor-learner, or --algo a3c"):
+                        check_pairs(config)
+                else:
+                    check_pairs(config)
+
+
+@pytest.mark.parametrize("option", [{"sync_every": 2}, {"shards": 2}, {"max_lag": 5}, {"accumulate": 3}])
+def test_an_option_of_another_scheme_is_refused_and_never_ignored(option: dict[str, int]) -> None:
+    [(name, _)] = option.items()
+    own = {"sync_every": {"hogwild", "locked"}}.get(name, {"parameter-server"})
+    base = resolve({"env": "CartPole-v1", "algo": "a3c", "workers": 1, **option})
     for scheme in SCHEMES:
-        for via in TRANSPORTS:
-            check_pairs(msgspec.structs.replace(base, scheme=scheme, via=via, workers=1))
+        config = msgspec.structs.replace(base, scheme=scheme)
+        if scheme in own:
+            check_pairs(config)
+        else:
+            with pytest.raises(ConfigError, match=f"--{name.replace('_', '-')} means nothing to scheme {scheme}"):
+                check_pairs(config)
 
 
 # Goals --------------------------------------------------------------------------------------------------------------

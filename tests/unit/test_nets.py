@@ -15,6 +15,7 @@ from troupe.errors import ConfigError
 from troupe.nets import ActorCritic, NetSpec, Read, action_size, body, features, load_object, widths
 from troupe.parameters import Parameters
 from troupe.roles.learn import learn
+from troupe.schemes.exchange import apply_here
 from troupe.types import Array
 
 BOX = spaces.Box(-1.0, 1.0, (4,), np.float32)
@@ -136,7 +137,7 @@ def test_dropout_is_after_each_layer_and_only_in_gradients() -> None:
             assert len(set(network.values(torch.from_numpy(observations)).tolist())) > 1
             return {}
 
-    learn(Algorithm(), lambda parameters: {})  # type: ignore[arg-type]
+    learn(Algorithm(), apply_here)  # type: ignore[arg-type]
     assert modes == [False, True, True, True, True]
     assert not any(m.training for m in network.modules())
 

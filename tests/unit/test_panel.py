@@ -85,6 +85,14 @@ def test_everything_is_shown_at_the_usual_widths(width: int) -> None:
     assert "…" not in text
 
 
+def test_only_what_time_went_into_is_named() -> None:
+    """Where nobody waits at a lock or for a server, a column of zeros would say that somebody could."""
+    assert "exchange" not in "\n".join(rendered(STATUS, 120))
+    with_others = replace(STATUS, divisions={"worker 1": Division(play=0.5, learn=0.3, exchange=0.2)})
+    text = "\n".join(rendered(with_others, 120))
+    assert "exchange  20%" in text and "wait" not in text.replace("waiting", "")
+
+
 def test_the_bars_are_in_proportion() -> None:
     lines = rendered(STATUS, 120)
     progress = next(line for line in lines if "━" in line)
