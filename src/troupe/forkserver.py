@@ -33,7 +33,7 @@ from troupe.errors import TroupeError
 from troupe.forkwire import Exited, Fork, Kill, Preload, Ready, Refused, Report, Request, Started
 
 _PACKET_BYTES: Final = 128 * 1024  # of a request: a run's configuration is a few KB
-_MAX_FDS: Final = 64
+MAX_FDS: Final = 253  # the kernel's own limit for one packet (SCM_MAX_FD)
 _CHECK_PARENT_S: Final = 0.5  # should a process forked by our parent hold the socket open, this notices its death
 _END_S: Final = 1.5  # from the parent's death to giving up on descendants that do not die
 _PR_SET_PDEATHSIG: Final = 1
@@ -103,10 +103,10 @@ class ForkServer:
 
     def _send(self, request: Request, fds: Sequence[int]) -> bool:
         packet = msgspec.json.encode(request)
-        if len(packet) > _PACKET_BYTES or len(fds) > _MAX_FDS:
+        if len(packet) > _PACKET_BYTES or len(fds) > MAX_FDS:
             raise TroupeError(
                 f"a request of {len(packet)} bytes and {len(fds)} descriptors to the fork server, over the limit of "
-                f"{_PACKET_BYTES} and {_MAX_FDS}: hand bulk data over in shared memory"
+                f"{_PACKET_BYTES} and {MAX_FDS}: hand bulk data over in shared memory"
             )
         try:
             socket.send_fds(self._socket, [packet], list(fds), socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
@@ -192,7 +192,7 @@ class _Server:
 
     def _receive(self) -> tuple[Request, list[int]]:
         try:
-            packet, fds, _, _ = socket.recv_fds(self._control, _PACKET_BYTES, _MAX_FDS)
+            packet, fds, _, _ = socket.recv_fds(self._control, _PACKET_BYTES, MAX_FDS)
         except ConnectionResetError:
             raise _Hangup from None
         if not packet:

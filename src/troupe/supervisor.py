@@ -29,6 +29,7 @@ _KILL_S: Final = 5.0  # a fork server that does not report a death within this i
 _SERVER_TRIES: Final = 3
 _LOG_BYTES: Final = 1 << 20  # of one incarnation; cut to nothing above it, for the end is what is needed
 _TAIL_BYTES: Final = 8192
+_NAMED: Final = 4  # parts that one sentence names
 
 EventKind = Literal["started", "ready", "lost", "replaced", "given_up", "finished", "killed", "server_lost"]
 
@@ -137,8 +138,10 @@ class Supervisor:
             self._changed.wait_for(lambda: self._failure or not self._missing(), timeout_s)
             self.check()
             if missing := self._missing():
-                causes = "; ".join(f"{life.part.name}: {life.cause or 'no sign of life yet'}" for life in missing)
-                raise TroupeError(f"not all workers started within {timeout_s} s ({causes}); see their logs")
+                causes = [f"{life.part.name}: {life.cause or 'no sign of life yet'}" for life in missing]
+                more = f" and {len(causes) - _NAMED} more" if len(causes) > _NAMED else ""
+                told = "; ".join(causes[:_NAMED]) + more
+                raise TroupeError(f"not all workers started within {timeout_s:g} s ({told}); see their logs")
 
     def check(self) -> None:
         """Raise what ended the run, if anything did: an essential part given up, or no way to start processes."""
@@ -177,8 +180,11 @@ class Supervisor:
     # The thread's own, from here on.
 
     def _run(self) -> None:
-        while not self._ending:
-            self._poll()
+        try:
+            while not self._ending:
+                self._poll()
+        except TroupeError as e:  # nobody is watched from here: whoever waits for us must hear of it
+            self.fail(e)
         self._close()
         self._deliver()
 

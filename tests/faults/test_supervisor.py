@@ -19,8 +19,11 @@ from typing import Any
 import pytest
 
 from troupe.errors import TroupeError
+from troupe.forkserver import MAX_FDS
 from troupe.pulse import Phase, Pulse
+from troupe.schemes.parameter_server import MOST_WORKERS
 from troupe.supervisor import Event, Part, Supervisor
+from troupe.transports.shared import SharedHub
 
 HERE = Path(__file__)
 SOURCE = HERE.parents[2] / "src"
@@ -135,14 +138,14 @@ class Troop:
             self.events.append(event)
             self._heard.notify_all()
 
-    def start(self, name: str, entry: str, *, essential: bool = False, **payload: Any) -> None:
+    def start(self, name: str, entry: str, *, essential: bool = False, copies: int = 1, **payload: Any) -> None:
         self.pulses[name] = Pulse.create()
         self.supervisor.start(
             Part(
                 name=name,
                 entry=f"{HERE.stem}:{entry}",
                 payload=payload,
-                fds=[self._reader],
+                fds=[self._reader] * copies,
                 pulse=self.pulses[name],
                 log_path=self.folder / f"{name}.log",
                 essential=essential,
@@ -330,6 +333,26 @@ def test_not_starting_in_time_is_an_error_that_names_the_part(troop: Callable[..
         it.supervisor.wait_ready(0.2)
     assert it.supervisor.stop(0.2) == ["mute"]
     assert it.of("mute", "killed")
+
+
+def test_what_cannot_be_asked_for_ends_the_wait_at_once_with_the_reason(troop: Callable[..., Troop]) -> None:
+    """Nobody watches the parts any more by then: without being told, the owner would wait for the whole timeout."""
+    it = troop()
+    it.start("greedy", "beating", copies=MAX_FDS)
+    begin = time.monotonic()
+    with pytest.raises(TroupeError, match=f"over the limit of .* and {MAX_FDS}"):
+        it.supervisor.wait_ready(PATIENCE_S)
+    assert time.monotonic() - begin < PATIENCE_S / 2
+    assert it.supervisor.stop(1.0) == []
+
+
+def test_a_server_of_the_most_workers_can_be_handed_all_their_links() -> None:
+    hub, pulse_commons_replay_and_log = SharedHub(1 << 10, {"weights": 1 << 10}, down_bytes=64), 4
+    for rank in range(MOST_WORKERS):
+        hub.connect(f"worker-{rank}")
+    to_the_books = 4
+    assert len(hub.lend().fds) + to_the_books + pulse_commons_replay_and_log <= MAX_FDS
+    hub.close()
 
 
 def test_a_part_whose_work_is_done_is_not_replaced(troop: Callable[..., Troop]) -> None:

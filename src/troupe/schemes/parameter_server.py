@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any
+from typing import Any, Final
 
 import torch
 
@@ -20,7 +20,8 @@ from troupe.roles.server import Limits, server
 from troupe.schemes.scheme import Company, Links, Part, Who, refuses_moving_weights, unused_options
 from troupe.types import Array, Message, Metrics
 
-SEND_S = 30.0  # a server that is dead is back long before
+SEND_S: Final = 30.0  # a server that is dead is back long before
+MOST_WORKERS: Final = 120  # two descriptors each, and one packet carries 253 to the process that serves them
 
 
 def cuts(size: int, shards: int) -> list[slice]:
@@ -143,6 +144,11 @@ class ParameterServer:
 
     def refuses(self, config: Config, algorithm: Any) -> str | None:
         """Not for algorithms whose weights must stand still."""
+        if config.workers > MOST_WORKERS and config.via != "memory":
+            return (
+                f"a server can be handed the links of {MOST_WORKERS} workers at most, not of {config.workers}: use "
+                f"--workers {MOST_WORKERS} or fewer, or --scheme hogwild"
+            )
         allowed = {"shards", "max_lag", "accumulate"}
         return refuses_moving_weights(config.scheme, algorithm) or unused_options(config, allowed=allowed)
 
