@@ -88,7 +88,9 @@ class Books:
             self.divisions[sender].seconds[part] += seconds
         self.losses = report.metrics or self.losses
         if report.refused:
-            self.refused(sender, sender, "its gradients are not finite", report.refused)
+            self.refused(
+                sender, sender, "its gradients are not finite, or longer than clipping leaves them", report.refused
+            )
         for returns, lengths in zip(report.returns, report.lengths, strict=True):
             self._tell_episodes(sender, returns, lengths)
 

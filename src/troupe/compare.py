@@ -12,13 +12,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+import msgspec
+
 from troupe import charts, tables
 from troupe.checkpoints import replace_file
-from troupe.config import nearest
+from troupe.config import Config, nearest
 from troupe.errors import ConfigError, MissingExtra
 from troupe.figures import read_figures
 from troupe.goal import parse_goal
 from troupe.launch import prepare
+from troupe.resolve import hyper_class
 from troupe.rundir import machine, package_versions
 from troupe.schemes import SCHEMES
 from troupe.signals import Signals
@@ -44,14 +47,18 @@ def plan(env: str | None, options: Mapping[str, Any], given: Mapping[str, Any]) 
         if scheme not in SCHEMES:
             raise ConfigError(f"there is no scheme {scheme!r}{nearest(scheme, SCHEMES)} ('troupe list' names them all)")
     seeds = _count("seeds", options.get("seeds", "3"))
+    algos = _words(options.get("algo", given.get("algo", "ppo")))
+    more = _lists(options, algos)
     vary: dict[str, Sequence[Scalar]] = {
-        "algo": _words(options.get("algo", given.get("algo", "ppo"))),
+        "algo": algos,
         "scheme": schemes,
         "workers": sorted({_count("workers", n) for n in _words(options.get("workers", _up_to_cores()))}),
+        **more,
         "seed": list(range(1, seeds + 1)),
     }
-    fixed = {name: str(value) for name, value in options.items() if name not in OWN}
-    values = {name: value for name, value in given.items() if name not in (*OWN, "scheme", "seed", "config")}
+    own = {*OWN, *more}
+    fixed = {name: str(value) for name, value in options.items() if name not in own}
+    values = {name: value for name, value in given.items() if name not in own | {"scheme", "seed", "config"}}
     per_worker = _count("envs-per-worker", options["envs_per_worker"]) if "envs_per_worker" in options else 0
     if per_worker and "envs" in options:
         raise ConfigError("--envs and --envs-per-worker both say how many environments there are: give one of them")
@@ -60,6 +67,26 @@ def plan(env: str | None, options: Mapping[str, Any], given: Mapping[str, Any]) 
 
 def _words(text: str) -> list[str]:
     return list(dict.fromkeys(part.strip() for part in str(text).split(",") if part.strip()))
+
+
+def _lists(options: Mapping[str, Any], algos: Sequence[str]) -> dict[str, list[str]]:
+    """The options that were given several values: those with commas, where a single value has none."""
+    owners: list[Any] = [Config, *map(hyper_class, algos)]
+    kinds = {field.name: field.type for kind in owners for field in msgspec.structs.fields(kind)}
+    return {
+        name: _words(text)
+        for name, text in options.items()
+        if name in kinds and name not in OWN and "," in str(text) and _is_plain(kinds[name])
+    }
+
+
+def _is_plain(kind: Any) -> bool:
+    """Whether a value of this type is written without a comma: a number, a flag, one of several words."""
+    described = msgspec.inspect.type_info(kind)
+    while isinstance(described, msgspec.inspect.Metadata):
+        described = described.type
+    plain = msgspec.inspect.IntType | msgspec.inspect.FloatType | msgspec.inspect.BoolType | msgspec.inspect.LiteralType
+    return isinstance(described, plain)
 
 
 def _count(option: str, text: str) -> int:
@@ -189,11 +216,16 @@ class _Performance:
             self._say(tables.summary(row))
         if not any(row.ended for row in table):
             return
+        files: list[Path] = []
         try:
-            files = charts.draw(self.folder.path, self.plan.env, table)
+            if self.plan.more:
+                self._say(
+                    f"no charts: they are by scheme and workers, and {', '.join(self.plan.more)} was varied as well"
+                )
+            else:
+                files = charts.draw(self.folder.path, self.plan.env, table)
         except MissingExtra as e:
             self._say(f"no charts: {e}")
-            files = []
         self._say(f"\ntables and charts: {' '.join(str(file) for file in [self.folder.path / 'table.md', *files])}")
 
     def _say(self, text: str, end: str = "\n") -> None:

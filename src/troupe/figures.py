@@ -24,6 +24,7 @@ class Figures:
     steps: int  # of environments
     episodes: int
     score: float | None  # mean of the last evaluation
+    score_sd: float | None  # and the spread of its episodes
     lag_median: float | None  # updates between acting and learning: the median over the run's progress lines
     lag_p95: float | None
     shares: Mapping[str, float]  # of all processes' time, by what it went into
@@ -46,7 +47,7 @@ def read_figures(metrics: Path) -> Figures | None:
     """
     end: dict[str, Any] | None = None
     last: dict[str, Any] = {}
-    episodes, score = 0, None
+    episodes, score, score_sd = 0, None, None
     lags: dict[str, list[float]] = {"lag_median": [], "lag_p95": []}
     curve: list[tuple[float, float]] = []
     for line in Journal.read(metrics):
@@ -62,14 +63,14 @@ def read_figures(metrics: Path) -> Figures | None:
                 if line.get("return_mean") is not None:
                     curve.append((line["t"], line["return_mean"]))
             case "eval":
-                score = line.get("mean")
+                score, score_sd = line.get("mean"), line.get("sd")
             case "end":
                 end = line
     if end is None or end.get("reason") not in ENDS:
         return None
     median, p95 = (statistics.median(values) if values else None for values in lags.values())
     shares = time_shares(last.get("workers", {}))
-    return Figures(end["reason"], end["seconds"], end["steps"], episodes, score, median, p95, shares, curve)
+    return Figures(end["reason"], end["seconds"], end["steps"], episodes, score, score_sd, median, p95, shares, curve)
 
 
 def time_shares(workers: Mapping[str, Mapping[str, float]]) -> dict[str, float]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Literal
@@ -17,6 +18,7 @@ from troupe.types import Array, State
 
 PAD = 64  # floats; the fused kernels' vector and tail paths differ in the last bit, so no cut may fall inside a lane
 OptimiserName = Literal["adam", "rmsprop"]
+SLACK = 1.001  # of a norm after clipping, for rounding
 _MOMENTS = {"adam": ("exp_avg", "exp_avg_sq"), "rmsprop": ("square_avg",)}
 
 
@@ -44,7 +46,8 @@ class Parameters:
             offset += p.numel()
         self.version = 0
         self.learning_rate = 0.0
-        self.rejected = 0  # gradients that were not finite
+        self.rejected = 0  # gradients that were not sound
+        self._longest = float("inf")  # what clipping leaves, once anything was clipped
         self.moments = {name: torch.zeros(size) for name in _MOMENTS[optimiser]} | {"step": torch.tensor(0.0)}
         self.optimise = Optimiser(optimiser, epsilon)
         self._point_views()
@@ -54,18 +57,23 @@ class Parameters:
         norm = float(torch.linalg.vector_norm(self.gradient))
         if norm > max_norm:
             self.gradient.mul_(max_norm / norm)
+        self._longest = max_norm * SLACK
         return norm
 
-    def finite(self) -> bool:
-        """Whether the gradient at hand may be applied; one NaN would stay in the moments for ever, so it is counted."""
-        if bool(torch.isfinite(self.gradient.sum())):
+    def sound(self) -> bool:
+        """Whether the gradient at hand may be applied: finite, and no longer than clipping leaves one.
+
+        A single NaN, or a square that overflows, would stay in the moments for ever; so it is refused, and counted.
+        """
+        norm = float(torch.linalg.vector_norm(self.gradient))
+        if math.isfinite(norm) and norm <= self._longest:
             return True
         self.rejected += 1
         return False
 
     def apply(self) -> bool:
-        """One optimiser step with the gradient at hand; False, and nothing changed, where it is not finite."""
-        if not self.finite():
+        """One optimiser step with the gradient at hand; False, and nothing changed, where it is not sound."""
+        if not self.sound():
             return False
         self.optimise(self.vector, self.gradient, self.moments, self.learning_rate)
         self.version += 1

@@ -62,6 +62,11 @@ class Plan:
         cells = [Cell({name: values[name] for name in self.vary}) for values in map(_alone, every)]
         return list({cell.name: cell for cell in cells}.values())
 
+    @property
+    def more(self) -> list[str]:
+        """What is varied besides algorithms, schemes, workers and seeds."""
+        return [name for name in self.vary if name not in _LETTERS]
+
     def left_out(self) -> str:
         """A sentence on the combinations that are no cells, or nothing."""
         if ALONE in self.vary.get("scheme", ()) and any(int(n) > 1 for n in self.vary.get("workers", ())):

@@ -81,6 +81,7 @@ def _spreads(members: Sequence[Result], goal: bool) -> dict[str, Spread | None]:
         "episode_s": over(f.episode_s for f in ended),
         "steps_per_s": over(f.steps_per_s for f in ended),
         "score": over(f.score for f in ended),
+        "score_sd": over(f.score_sd for f in ended),
         "lag_median": over(f.lag_median for f in ended),
         "lag_p95": over(f.lag_p95 for f in ended),
     }
@@ -113,8 +114,9 @@ def cells_csv(results: Sequence[Result]) -> str:
         if f is not None:
             line |= {
                 "reason": f.reason, "episodes": f.episodes, "train_s": f.seconds, "episode_s": f.episode_s,
-                "steps": f.steps, "steps_per_s": f.steps_per_s, "score": f.score, "lag_median": f.lag_median,
-                "lag_p95": f.lag_p95, **{f"share_{part}": share for part, share in f.shares.items()},
+                "steps": f.steps, "steps_per_s": f.steps_per_s, "score": f.score, "score_sd": f.score_sd,
+                "lag_median": f.lag_median, "lag_p95": f.lag_p95,
+                **{f"share_{part}": share for part, share in f.shares.items()},
             }  # fmt: skip
         lines.append(line)
     return _csv(lines)
@@ -156,6 +158,7 @@ COLUMNS: Final[tuple[tuple[str, str, int], ...]] = (  # name of the spread, head
     ("speed_up_local", "over local", 2),
     ("steps_per_s", "steps/s", 0),
     ("score", "score", 1),
+    ("score_sd", "sd", 1),
 )
 
 

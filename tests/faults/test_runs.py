@@ -341,11 +341,52 @@ def test_killed_workers_are_replaced_in_time_and_training_reaches_its_goal(start
     assert [line["pid"] for line in lost] == killed
     assert {line["cause"] for line in lost} == {"killed by SIGKILL"}
     for line in lost:
-        (ready,) = [
-            back for back in run.parts("ready")
-            if back["part"] == line["part"] and back["incarnation"] == line["incarnation"] + 1
-        ]  # fmt: skip
+        (ready,) = successors(run, line)
         assert 0 < ready["at_s"] - line["at_s"] <= REPLACED_S
     assert run.lines("solved"), "on the reference environment"
     ledger = run.lines("end")[-1]["ledger"]
     assert ledger["messages"] == ledger["trained"] + ledger["rejected"] and ledger["rejected"] == 0
+
+
+LEARNERS = {  # the schemes whose workers learn, with the parts of each that are killed in turn
+    "locked": ["worker-0", "worker-1"],
+    "hogwild": ["worker-0", "worker-1"],
+    "all-reduce": ["worker-0", "worker-1"],
+    "parameter-server": ["server-0", "worker-1", "server-1", "worker-0"],
+}
+
+
+@pytest.mark.parametrize("scheme", sorted(LEARNERS))
+def test_whoever_is_killed_the_others_go_on_and_the_goal_is_reached(scheme: str, start: Start) -> None:
+    """Also whoever held the lock, was in the middle of a step on the shared vector, or owned a slice of it (T1, T8)."""
+    shards = {"shards": 2} if scheme == "parameter-server" else {}
+    run = start(
+        "fault_envs:Walk", algo="a3c", scheme=scheme, workers=2, until="score=45,minutes=1.5", eval_episodes=20,
+        eval_every_s=7, eval_from=1000, **shards,
+    )  # fmt: skip
+    run.until(lambda: training(run))
+    killed: list[int] = []
+    for name in (LEARNERS[scheme] * 2)[:4]:
+        newest = {line["part"]: line["pid"] for line in run.parts("ready")}
+        os.kill(newest[name], signal.SIGKILL)
+        killed.append(newest[name])
+        run.until(lambda: len(run.parts("lost")) == len(killed))
+        lost = run.parts("lost")[-1]
+        run.until(lambda lost=lost: successors(run, lost))  # type: ignore[misc]
+        steps = run.lines("progress")[-1]["steps"]
+        run.until(lambda steps=steps: run.lines("progress")[-1]["steps"] > steps)  # type: ignore[misc]
+    assert run.wait(100) == 0, run.said()
+    assert [line["pid"] for line in run.parts("lost")] == killed
+    for line in run.parts("lost"):
+        (ready,) = successors(run, line)
+        assert line["cause"] == "killed by SIGKILL"
+        assert 0 < ready["at_s"] - line["at_s"] <= REPLACED_S
+    ended = run.lines("end")[-1]
+    assert ended["reason"] == "solved"
+    assert ended["ledger"]["messages"] == ended["ledger"]["trained"], "what was lost with a worker was never counted"
+
+
+def successors(run: Run, lost: dict[str, Json]) -> list[dict[str, Json]]:
+    """The next incarnation of a part that was lost, once it is ready."""
+    after = lost["part"], lost["incarnation"] + 1
+    return [line for line in run.parts("ready") if (line["part"], line["incarnation"]) == after]

@@ -54,7 +54,7 @@ def journal(seconds: float, *, reason: str = "solved", episodes: int = 4, steps:
             "lag_p95": 4.0,
             "workers": {"a": shares},
         },
-        {"t": seconds, "kind": "eval", "mean": 480.0},
+        {"t": seconds, "kind": "eval", "mean": 480.0, "sd": 12.5},
         {"t": seconds, "kind": "end", "reason": reason, "steps": steps, "seconds": seconds, "exit_code": 0},
     ]
     return "".join(json.dumps(line) + "\n" for line in lines)
@@ -98,7 +98,9 @@ def read_csv(path: Path) -> list[dict[str, str]]:
 
 
 def figures(seconds: float, reason: str = "solved", **more: Any) -> Figures:
-    known = {"steps": 1000, "episodes": 10, "score": 480.0, "lag_median": 1.0, "lag_p95": 2.0, "shares": {}}
+    known = {
+        "steps": 1000, "episodes": 10, "score": 480.0, "score_sd": 9.0, "lag_median": 1.0, "lag_p95": 2.0, "shares": {},
+    }  # fmt: skip
     return Figures(reason, seconds, **{**known, **more})
 
 
@@ -114,7 +116,8 @@ def test_the_figures_of_a_run_are_those_of_its_journal(tmp_path: Path) -> None:
     path.write_text(journal(20.0, episodes=5, steps=800) + '{"t": 21.0, "kind": "progr')
     found = read_figures(path)
     assert found is not None
-    assert (found.seconds, found.steps, found.episodes, found.score) == (20.0, 800, 5, 480.0)
+    assert (found.seconds, found.steps, found.episodes) == (20.0, 800, 5)
+    assert (found.score, found.score_sd) == (480.0, 12.5)
     assert (found.steps_per_s, found.episode_s) == (40.0, 4.0)
     assert (found.lag_median, found.lag_p95) == (2.0, 4.0)
     assert found.shares == {"play": 0.5, "wait": 0.25, "learn": 0.25, "send": 0.0}
@@ -309,6 +312,29 @@ def test_what_cannot_be_is_said_in_one_sentence(
     assert sentence in said.err
     assert said.err.count("\n") == 1
     assert not runs.exists()
+
+
+def test_any_option_that_is_given_several_values_is_varied(stage: Stage, runs: Path) -> None:
+    words = [*ASKED, "--schemes", "local,actor-learner", "--workers", "1", "--seeds", "1", "--gamma", "0.9,0.99",
+             "--rollout-steps", "16,32", "--overlap=true,false", "--observation-scale", "1,1,1,1"]  # fmt: skip
+    asked = plan(*words)
+    assert asked.more == ["gamma", "rollout_steps", "overlap"]
+    assert "gamma" not in asked.options and asked.options["observation_scale"] == "1,1,1,1"
+    assert len(asked.cells()) == 2 * 2 * 2 * 2
+    config = asked.config(asked.cells()[-1])
+    assert (config.hyper["gamma"], config.hyper["rollout_steps"], config.overlap) == (0.99, 32, False)
+    assert cli.main(["compare", *words]) == 0
+    assert stage.asked[0] == "ppo-local-w1-gamma0.9-rollout_steps16-overlaptrue-s1"
+    lines = read_csv(runs / "study" / "table.csv")
+    assert {(line["gamma"], line["rollout_steps"]) for line in lines} == {
+        ("0.9", "16"), ("0.9", "32"), ("0.99", "16"), ("0.99", "32"),
+    }  # fmt: skip
+    assert "| gamma | rollout_steps | overlap |" in (runs / "study" / "table.md").read_text()
+
+
+def test_several_values_where_one_is_wrong_are_refused_by_name(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["compare", *ASKED, "--gamma", "0.9,1.5"]) == 2
+    assert "gamma '1.5' is wrong" in capsys.readouterr().err
 
 
 def test_a_cell_that_ended_is_not_run_again(stage: Stage, runs: Path) -> None:

@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Annotated
 
 import numpy as np
 from msgspec import Meta, Struct
 
 from troupe import returns
-from troupe.algos.actor_critic import ActorCriticAgent, Samples, join, make_actor_critic, policy_gradient, samples
+from troupe.algos.actor_critic import (
+    ActorCriticAgent,
+    Samples,
+    join,
+    make_actor_critic,
+    policy_gradient,
+    samples,
+    standardised,
+)
 from troupe.algos.options import Count, Fraction, Positive, Weight
 from troupe.nets import ActorCritic
 from troupe.parameters import Parameters
@@ -27,9 +36,11 @@ class A3CConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     gamma: Annotated[Fraction, Meta(description="discount")] = 0.99
     epsilon: Annotated[Fraction, Meta(description="chance of a random action (System C: 0.01)")] = 0.0
     entropy: Annotated[Weight, Meta(description="weight of the entropy bonus")] = 0.01
+    entropy_end: Annotated[Fraction, Meta(description="what it falls to, as a fraction of the start")] = 1.0
     value_weight: Annotated[Positive, Meta(description="weight of the value loss")] = 0.5
     max_gradient_norm: Annotated[Positive, Meta(description="the whole gradient is scaled down to this")] = 0.5
     reward_scale: Annotated[Positive, Meta(description="factor on rewards, for learning only")] = 1.0
+    normalise: Annotated[bool, Meta(description="advantages of a batch have mean 0 and spread 1")] = False
 
 
 class A3C:
@@ -51,8 +62,9 @@ class A3C:
         self.anneal(0.0)
 
     def anneal(self, progress: float) -> None:
-        """The step size falls in a line."""
+        """Step size and entropy bonus fall in a line."""
         c = self.config
+        self.entropy = c.entropy * (1 - progress * (1 - c.entropy_end))
         self.parameters.learning_rate = c.learning_rate * (1 - progress * (1 - c.learning_rate_end))
 
     def act(self, observations: Array, rng: np.random.Generator, *, greedy: bool = False) -> Decision:
@@ -73,11 +85,12 @@ class A3C:
             targets = returns.n_step_returns(v.rewards, v.next_values, v.terminated, v.ended, gamma=self.config.gamma)
             parts.append(samples(rollout, targets - v.values, targets))
         if parts:
-            yield join(parts)
+            batch = join(parts)
+            yield replace(batch, advantages=standardised(batch.advantages)) if self.config.normalise else batch
 
     def gradient(self, batch: Samples) -> Metrics:
         """Policy gradient with the advantage, value loss, entropy bonus."""
         c = self.config
         return policy_gradient(
-            self.agent, batch, value_weight=c.value_weight, entropy_weight=c.entropy, max_norm=c.max_gradient_norm
+            self.agent, batch, value_weight=c.value_weight, entropy_weight=self.entropy, max_norm=c.max_gradient_norm
         )

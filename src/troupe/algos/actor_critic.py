@@ -139,6 +139,11 @@ def join(parts: list[Samples]) -> Samples:
     )  # fmt: skip
 
 
+def standardised(advantages: Tensor) -> Tensor:
+    """Mean 0, spread 1: the policy's steps are as large whatever rewards are counted in."""
+    return (advantages - advantages.mean()) / (advantages.std(correction=0) + 1e-8)
+
+
 def backward(parameters: Parameters, loss: Tensor, max_norm: float) -> Metrics:
     """Leave the clipped gradient of `loss` in the flat vector."""
     parameters.gradient.zero_()

@@ -10,7 +10,15 @@ import torch
 from msgspec import Meta, Struct
 
 from troupe import returns
-from troupe.algos.actor_critic import ActorCriticAgent, Samples, backward, join, make_actor_critic, samples
+from troupe.algos.actor_critic import (
+    ActorCriticAgent,
+    Samples,
+    backward,
+    join,
+    make_actor_critic,
+    samples,
+    standardised,
+)
 from troupe.algos.options import Count, Fraction, Positive, Weight
 from troupe.errors import ConfigError
 from troupe.nets import ActorCritic
@@ -94,8 +102,7 @@ class PPO:
         c, network = self.config, self.agent.network
         log_probs, entropy = network.log_prob_entropy(batch.observations, batch.actions)
         ratio = torch.exp(log_probs - batch.log_probs)
-        spread = batch.advantages.std(correction=0) + 1e-8
-        advantages = (batch.advantages - batch.advantages.mean()) / spread
+        advantages = standardised(batch.advantages)
         surrogate = torch.minimum(ratio * advantages, ratio.clamp(1 - c.clip, 1 + c.clip) * advantages).mean()
         value_loss = (network.values(batch.observations) - batch.returns).square().mean()
         loss = c.value_weight * value_loss - surrogate - self.entropy * entropy.mean()

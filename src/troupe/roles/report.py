@@ -27,7 +27,7 @@ class Report:
     steps: int = 0
     gradients: int = 0
     applied: int = 0
-    refused: int = 0  # were not finite
+    refused: int = 0  # not finite, or too long
     returns: list[Array] = field(default_factory=list)
     lengths: list[Array] = field(default_factory=list)
     lags: list[float] = field(default_factory=list)  # versions, one a rollout

@@ -12,11 +12,11 @@ from typing import Protocol
 import numpy as np
 
 from troupe.errors import BadMessage
+from troupe.parameters import SLACK
 from troupe.ports import Mailbox
 from troupe.types import Array, Message, Scalar
 
 PUT_ASIDE_AFTER = 3  # refused gradients of one worker's incarnation
-SLACK = 1.001  # the whole gradient was clipped before it was sliced, so no slice of it is longer, but for rounding
 SUM_UP_S = 1.0  # between two lines on workers that are put aside: they go on sending
 
 
@@ -38,7 +38,7 @@ class Limits:
     """What a gradient may be at most."""
 
     lag: int  # versions old; 0: however old
-    norm: float  # what clipping leaves
+    norm: float  # what clipping leaves of the whole gradient, so no slice of it is longer
     learning_rate: float  # of the start: schedules only fall
 
 

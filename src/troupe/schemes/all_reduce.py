@@ -61,13 +61,13 @@ class AllReduceExchange:
         parameters.moments["step"].fill_(parameters.version)
 
     def __call__(self, parameters: Parameters) -> Metrics:
-        finite = parameters.finite()
+        sound = parameters.sound()
         self._open.zero_()
-        if finite:
+        if sound:
             self._open[:-PAD] = parameters.gradient
             self._open[_PRESENT], self._open[_RATE] = 1.0, parameters.learning_rate
-        applied = self._together(parameters) and finite
-        return {"applied": float(applied), "refused": float(not finite), "lag": 0.0}
+        applied = self._together(parameters) and sound
+        return {"applied": float(applied), "refused": float(not sound), "lag": 0.0}
 
     def settle(self, parameters: Parameters) -> None:
         """Take part with nothing until nobody has a batch left."""

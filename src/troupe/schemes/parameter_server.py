@@ -90,7 +90,7 @@ class ServerExchange:
         parameters.version = self._shards[0].version
 
     def __call__(self, parameters: Parameters) -> Metrics:
-        if not parameters.finite():
+        if not parameters.sound():
             return {"applied": 0.0, "refused": 1.0}
         begin, lag = time.perf_counter(), 0
         if self._overlap:

@@ -34,7 +34,7 @@ class SharedMemoryExchange:
         self._shared.adopt(parameters, self._version())
 
     def __call__(self, parameters: Parameters) -> Metrics:
-        if not parameters.finite():
+        if not parameters.sound():
             return {"applied": 0.0, "refused": 1.0}
         with self._guard:
             version = self._version()
