@@ -6,13 +6,14 @@ import argparse
 import json
 import os
 import sys
+from collections import deque
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
 import msgspec
 
 from troupe import __version__
-from troupe.config import Config, nearest
+from troupe.config import Config
 from troupe.errors import ConfigError, TroupeError
 from troupe.warmup import warm_supervisor
 
@@ -51,6 +52,9 @@ Every other option is held fixed and means what 'troupe train --help' says. Give
 
 exit codes: 0 every run ended, 1 some failed, 2 something was wrong with what was asked, 130 and 143 interrupted.
 """
+
+
+_VALUED = {"config", "schemes", "seeds", "envs_per_worker"}  # options that no config has
 
 
 class _Parser(argparse.ArgumentParser):
@@ -164,8 +168,9 @@ def parse_options(command: str, given: list[str]) -> tuple[str | None, dict[str,
     """`ENV --workers 2 --no-overlap --net=64x64` -> ENV and {option: text}; what they mean is checked elsewhere."""
     subject: str | None = None
     options: dict[str, str | bool] = {}
-    words = iter(given)
-    for word in words:
+    words = deque(given)
+    while words:
+        word = words.popleft()
         if not word.startswith("--"):
             if subject is not None:
                 raise ConfigError(f"troupe {command}: {word!r} is one word too many after {subject!r}")
@@ -175,15 +180,14 @@ def parse_options(command: str, given: list[str]) -> tuple[str | None, dict[str,
         key = name.replace("-", "_")
         if key in ("fresh", "quiet"):
             options[key] = True
-        elif not equals and _is_flag(key):
-            options[key.removeprefix("no_")] = "false" if key.startswith("no_") else "true"
         elif equals:
             options[key] = value
+        elif not _is_flag(key) and words and not words[0].startswith("--"):
+            options[key] = words.popleft()
+        elif _is_flag(key) or key not in _VALUED | set(_fields()):  # an algorithm's own: a flag, if anything
+            options[key.removeprefix("no_")] = "false" if key.startswith("no_") else "true"
         else:
-            following = next(words, None)
-            if following is None or following.startswith("--"):
-                raise ConfigError(f"troupe {command}: --{name} needs a value{_hint(key)}")
-            options[key] = following
+            raise ConfigError(f"troupe {command}: --{name} needs a value")
     return subject, options
 
 
@@ -194,10 +198,6 @@ def _fields() -> dict[str, Any]:
 def _is_flag(key: str) -> bool:
     field = _fields().get(key.removeprefix("no_"))
     return field is not None and _kind(field.type) == "flag"
-
-
-def _hint(key: str) -> str:
-    return "" if key in _fields() else nearest(key, _fields())
 
 
 def _kind(annotated: Any) -> str:

@@ -146,6 +146,10 @@ def test_options_are_read_in_every_form() -> None:
         "eval_from": "-3",
     }  # fmt: skip
     assert cli.parse_options("train", ["--eval-from", "-3", "E"]) == ("E", {"eval_from": "-3"})
+    flags = ["E", "--algo", "dqn", "--dueling", "--no-double", "--gamma", "0.9", "--with-replacement=false"]
+    assert cli.parse_options("train", flags) == (
+        "E", {"algo": "dqn", "dueling": "true", "double": "false", "gamma": "0.9", "with_replacement": "false"},
+    )  # fmt: skip
 
 
 def test_texts_become_tables_and_lists() -> None:
@@ -170,7 +174,7 @@ def test_texts_become_tables_and_lists() -> None:
         ("CartPole-v1 --via memry", "there is no transport 'memry'; did you mean memory?"),
         ("CartPole-v1 --wrkers 2", "'wrkers' is not an option of troupe train with ppo; did you mean workers?"),
         ("CartPole-v1 --gama 0.9", "'gama' is not an option of troupe train with ppo; did you mean gamma?"),
-        ("CartPole-v1 --wrkers", "--wrkers needs a value; did you mean workers?"),
+        ("CartPole-v1 --wrkers", "'wrkers' is not an option of troupe train with ppo; did you mean workers?"),
         ("CartPole-v1 --workers", "--workers needs a value"),
         ("CartPole-v1 --workers --fresh", "--workers needs a value"),
         ("CartPole-v1 LunarLander-v3", "'LunarLander-v3' is one word too many after 'CartPole-v1'"),
