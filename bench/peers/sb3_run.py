@@ -8,6 +8,7 @@ none of these entries normalizes observations or rewards.
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -117,7 +118,7 @@ def has_schedule(zoo: Zoo) -> bool:
 def build(args: argparse.Namespace, zoo: Zoo) -> BaseAlgorithm:
     """Make the algorithm as the zoo does."""
     vec_env_cls = SubprocVecEnv if args.vec == "subproc" else DummyVecEnv
-    settings = dict(zoo.model)
+    settings = {**zoo.model, **args.model}
     if args.algo == "dqn":  # exploration ends after the same number of steps, in a run without a last step
         settings["exploration_fraction"] *= zoo.n_timesteps / FOREVER_STEPS
     envs = make_vec_env(args.env, n_envs=zoo.n_envs, seed=args.seed, vec_env_cls=vec_env_cls)
@@ -170,6 +171,7 @@ def main() -> int:
     """Run the command line."""
     options = parser("sb3", sorted(ALGORITHMS))
     options.add_argument("--vec", choices=["dummy", "subproc"], default="dummy", help="the zoo's default is dummy")
+    options.add_argument("--model", type=json.loads, default={}, help="settings over the zoo's, as JSON")
     args = options.parse_args()
     if args.torch_threads:
         torch.set_num_threads(args.torch_threads)

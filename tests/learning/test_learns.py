@@ -54,7 +54,10 @@ def test_cartpole_is_learned(
     scheme: str, algo: str, random_score: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TROUPE_RUNS", str(tmp_path))
-    outcome = api.train(ENV, algo=algo, scheme=scheme, seed=SEED, name="run", until=f"solved,steps={STEPS}")
+    workers = 2 if SCHEMES[scheme].shares_vector else 1  # who shares a vector shares it with somebody
+    outcome = api.train(
+        ENV, algo=algo, scheme=scheme, workers=workers, seed=SEED, name="run", until=f"solved,steps={STEPS}"
+    )
     score = api.load("run").evaluate(EPISODES, seed=SEED + 1).mean  # other episodes than those that ended the training
     assert 15 < random_score < 30
     assert score > random_score + 0.8 * (BEST - random_score)
