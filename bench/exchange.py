@@ -64,7 +64,8 @@ def served(shards: int) -> Iterator[tuple[Exchange, Algorithm]]:
     config = resolve({"env": "LunarLander-v3", "algo": "a3c", "scheme": "parameter-server", "shards": shards})
     commons = Commons.create(pupil(config).parameters, 1 + shards)
     weights = 4 * len(commons.vector) + 8192
-    hubs = [SharedHub(2 * weights, {"weights": weights}, name=f"server-{i}") for i in range(shards)]
+    spin_s = 500e-6 if 1 + shards <= (os.cpu_count() or 1) else 0.0  # as cast.py has it
+    hubs = [SharedHub(2 * weights, {"weights": weights}, name=f"server-{i}", spin_s=spin_s) for i in range(shards)]
     books, processes = SharedHub(), []
     links = {}
     for hub in hubs:

@@ -13,7 +13,6 @@ RAW = RESULTS / "raw"
 
 LUNAR, CARTPOLE = "LunarLander-v3", "CartPole-v1"
 FIGURES = ("lunar", "quality", "cartpole", "speed", "start", "memory", "rllib")
-QUALITY_AT_S = (60, 120)
 QUALITY_EPISODES = 500
 START_REPEATS = 3
 SPEED_S = 30
@@ -31,6 +30,7 @@ class Options:
     cap_s: float
     cartpole_cap_s: float
     rllib_cap_s: float
+    quality_at_s: tuple[int, ...]
     troupe_python: str
 
     def wants(self, contender: str) -> bool:
@@ -90,13 +90,13 @@ def until_solved(options: Options, figure: str, env: str, contenders: list[str],
 def quality(options: Options) -> Iterator[Job]:
     """Yield the jobs that train for a fixed time; a peer's evaluation stops its clock, so one run gives all times."""
     episodes = ("--quality-episodes", str(QUALITY_EPISODES))
-    longest = max(QUALITY_AT_S)
+    longest = max(options.quality_at_s)
     for seed in range(1, options.seeds + 1):
-        for at_s in QUALITY_AT_S:
+        for at_s in options.quality_at_s:
             command = troupe_command(options, LUNAR, seed, at_s, *episodes)
             yield Job("quality", "troupe", f"{at_s}s-seed{seed}", command, at_s + 60)
         if seed == 1:  # beside it for orientation; a comparison would be figure 1
-            moments = ("--quality-at", *map(str, QUALITY_AT_S))
+            moments = ("--quality-at", *map(str, options.quality_at_s))
             command = peer_command("sb3-ppo", LUNAR, seed, longest + 1, *moments, *episodes)
             yield Job("quality", "sb3-ppo", f"seed{seed}", command, longest + 90)
 

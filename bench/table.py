@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from plan import CARTPOLE, LUNAR, QUALITY_AT_S, QUALITY_EPISODES, Job
+from plan import CARTPOLE, LUNAR, QUALITY_EPISODES, Job
 
 Records = dict[str, dict[str, Any]]
 NOTHING = "-"
@@ -105,8 +105,9 @@ def quality_table(records: Records, planned: list[Job]) -> str:
     rows = []
     jobs = [job for job in planned if job.figure == "quality"]
     for name in dict.fromkeys(job.contender for job in jobs):
-        for at_s in QUALITY_AT_S:
-            found = [records.get(job.id, {}).get("quality", {}).get(str(at_s)) for job in jobs if job.contender == name]
+        qualities = [records.get(job.id, {}).get("quality", {}) for job in jobs if job.contender == name]
+        for at_s in sorted({int(at_s) for quality in qualities for at_s in quality}):
+            found = [quality.get(str(at_s)) for quality in qualities]
             results = [result for result in found if result]
             if results:
                 middle = f"{statistics.fmean(result['mean'] for result in results):.1f}"

@@ -26,7 +26,8 @@ BRANCHES = {
     "transports": "types errors ports region",  # carry messages, whatever is in them
     "forkwire": "",
     "forkserver": "errors forkwire",
-    "supervisor": "errors pulse forkwire forkserver",  # keeps processes alive, whatever they do
+    "deaths": "forkwire",
+    "supervisor": "errors pulse deaths forkwire forkserver",  # keeps processes alive, whatever they do
     "presets": "",
 }
 # The house, where the branches meet; lowest first, and each row sees everything below it.

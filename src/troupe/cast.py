@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -22,6 +23,7 @@ from troupe.transports.shared import SharedHub
 from troupe.warmup import preloads
 
 NEVER_PLAYED: Final = 4  # losses of each worker, without one step by any, after which trying again is no use
+_SPIN_S: Final = 500e-6  # what a server takes to answer, where each process has a core
 _SMALL: Final = 1 << 12  # bytes of a ring that nothing of size passes
 _REPORTS: Final = 1 << 20  # bytes that the reports of one worker may wait in
 
@@ -67,10 +69,11 @@ class ProcessCast:
         self._hubs = {"learner": SharedHub(up_bytes if parts else _SMALL, topics, down_bytes=_SMALL)}
         self._hubs["desk"] = SharedHub(weights_bytes * 2, {"candidate": weights_bytes}, down_bytes=_SMALL, name="desk")
         self.learner, self.desk = self._hubs["learner"].mailbox(), self._hubs["desk"].mailbox()
+        spin_s = _SPIN_S if len(parts) <= (os.cpu_count() or 1) else 0.0
         for part in parts:
             if part.role == "server":  # two gradients of each worker may wait; it answers with one slot of weights
-                sizes = {"weights": weights_bytes}
-                self._hubs[part.name] = SharedHub(2 * weights_bytes, sizes, down_bytes=_SMALL, name=part.name)
+                sizes, room = {"weights": weights_bytes}, 2 * weights_bytes
+                self._hubs[part.name] = SharedHub(room, sizes, down_bytes=_SMALL, name=part.name, spin_s=spin_s)
         self.supervisor = supervisor or Supervisor(preload=preloads(envpool=envpool_has(env_spec(stage.config))))
         self._on_event = on_event
         self._losses: Counter[str] = Counter()

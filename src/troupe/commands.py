@@ -7,17 +7,19 @@ import json
 import os
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from troupe import api
 from troupe.config import Config
 from troupe.errors import ConfigError
 from troupe.launch import Outcome
+from troupe.region import available_bytes
 from troupe.resolve import load_toml, resolve
 from troupe.rundir import RunDir
 from troupe.supervisor import Supervisor
 
-SENSIBLE_WORKERS_PER_CORE = 4
+SENSIBLE_WORKERS_PER_CORE: Final = 4
+WORKER_BYTES: Final = 100 << 20  # of its own, beside what it shares with the others
 
 
 def train(env: str | None, options: dict[str, Any], supervisor: Supervisor | None = None) -> int:
@@ -80,13 +82,21 @@ def _scalar(text: str) -> Any:
 
 def warn(config: Config) -> None:
     """What is allowed, but hardly meant."""
-    cores = os.cpu_count() or 1
-    if config.workers > SENSIBLE_WORKERS_PER_CORE * cores:
-        print(
-            f"troupe: {config.workers} workers on {cores} cores will mostly wait for each other, and each takes about "
-            f"150 MB: --workers {cores} is likely faster",
-            file=sys.stderr,
+    cores, free = os.cpu_count() or 1, available_bytes()
+    needed = config.workers * WORKER_BYTES
+    if needed > free:
+        said = (
+            f"{config.workers} workers take about {needed / 2**30:.1f} GiB, where {free / 2**30:.1f} GiB of memory are "
+            f"free: --workers {max(1, free // WORKER_BYTES)} would fit"
         )
+    elif config.workers > SENSIBLE_WORKERS_PER_CORE * cores and not config.env_delay_ms:
+        said = (
+            f"{config.workers} workers on {cores} cores will mostly wait for each other: --workers {cores} is likely "
+            "faster"
+        )
+    else:
+        return
+    print(f"troupe: {said}", file=sys.stderr)
 
 
 def report(outcome: Outcome) -> int:

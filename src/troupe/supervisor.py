@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import sys
 import threading
 import time
@@ -14,10 +13,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, Literal
 
+from troupe.deaths import cause, kill_group_and_wait
 from troupe.errors import TroupeError
 from troupe.forkserver import ForkServer
 from troupe.forkwire import Exited, Ready, Refused, Report, Started
-from troupe.pulse import Phase, Pulse
+from troupe.pulse import Beat, Phase, Pulse
 
 _POLL_S: Final = 0.05
 _LATE_S: Final = 1.0  # on top of step_timeout_s, so that a step that takes just as long as allowed passes
@@ -139,12 +139,11 @@ class Supervisor:
             self.check()
             if missing := self._missing():
                 causes = [f"{life.part.name}: {life.cause or 'no sign of life yet'}" for life in missing]
-                more = f" and {len(causes) - _NAMED} more" if len(causes) > _NAMED else ""
-                told = "; ".join(causes[:_NAMED]) + more
+                told = f"{len(causes)} did not: {'; '.join(causes[:_NAMED])}"
                 raise TroupeError(f"not all workers started within {timeout_s:g} s ({told}); see their logs")
 
     def check(self) -> None:
-        """Raise what ended the run, if anything did: an essential part given up, or no way to start processes."""
+        """Raise what ended the run, if anything did."""
         if self._failure is not None:
             raise self._failure
 
@@ -161,8 +160,7 @@ class Supervisor:
 
     def server_pid(self) -> int:
         """The fork server's process; 0 between two."""
-        with self._changed:
-            return self._server.pid if self._server else 0
+        return server.pid if (server := self._server) else 0
 
     def stop(self, timeout_s: float, ask: Callable[[], None] = lambda: None) -> list[str]:
         """Call `ask`, which tells the parts to end; wait for that, then kill what is left, whose names it returns."""
@@ -251,10 +249,7 @@ class Supervisor:
             if now - max(life.killed_s, self._thawed_s) > _KILL_S:
                 self._server_lost("the fork server does not report deaths", now)
             return
-        beat = life.part.pulse.read()
-        if beat.at_s and not life.beaten:
-            life.beaten = True
-            self._tell("ready", life)
+        beat = self._beat(life)
         if now - life.since_s > _HEALTHY_S or beat.steps - life.steps >= _HEALTHY_STEPS:
             life.failures = 0
         # A beat from before we were frozen says nothing: the worker may have been frozen with us.
@@ -264,6 +259,14 @@ class Supervisor:
             life.cause = f"no sign of life for {silent_s:.0f} s (phase {beat.phase.name.lower()})"
             assert self._server is not None
             self._server.kill(life.pid)
+
+    def _beat(self, life: _Life) -> Beat:
+        """What the part said last; the first time that it says anything, it is ready."""
+        beat = life.part.pulse.read()
+        if beat.at_s and not life.beaten:
+            life.beaten = True
+            self._tell("ready", life)
+        return beat
 
     def _fork(self, life: _Life, now: float) -> None:
         part = life.part
@@ -280,16 +283,13 @@ class Supervisor:
             life.state = "due"
 
     def _exited(self, life: _Life, report: Exited, now: float) -> None:
-        beat = life.part.pulse.read()
-        if beat.at_s and not life.beaten:
-            life.beaten = True
-            self._tell("ready", life)
+        beat = self._beat(life)
         if report.code == 0 and report.signal == 0 and (self._stopping or beat.phase == Phase.DONE):
             life.state = "ended"
             self._tell("finished", life)
             self._close_log(life)
         else:
-            self._lost(life, life.cause if life.killed_s else _cause(report, self._tail(life)), now)
+            self._lost(life, life.cause if life.killed_s else cause(report, self._tail(life)), now)
 
     def _lost(self, life: _Life, cause: str, now: float, *, final: bool = False) -> None:
         """The present incarnation is dead: what next?"""
@@ -326,7 +326,7 @@ class Supervisor:
         self._events.append(Event("server_lost", "", cause=cause))
         for life in self._lives.values():
             if life.state == "running":
-                _kill_group_and_wait(life.pid)
+                kill_group_and_wait(life.pid, _KILL_S)
             if life.state in ("running", "asked"):
                 self._tell("lost", life, self._tail(life), cause=cause)  # not the part's own failure: not counted
                 self._close_log(life)
@@ -346,7 +346,7 @@ class Supervisor:
         for life in self._lives.values():
             if life.state in ("running", "asked"):
                 if life.pid:
-                    _kill_group_and_wait(life.pid)
+                    kill_group_and_wait(life.pid, _KILL_S)
                 self._tell("killed", life, self._tail(life), cause="it did not end when it was asked to")
                 self._close_log(life)
             life.state = "ended"
@@ -371,33 +371,3 @@ class Supervisor:
         if life.log_fd >= 0:
             os.close(life.log_fd)
             life.log_fd = -1
-
-
-def _cause(report: Exited, tail: str) -> str:
-    """One sentence on how a process ended."""
-    if report.signal:
-        try:
-            return f"killed by {signal.Signals(report.signal).name}"
-        except ValueError:
-            return f"killed by signal {report.signal}"
-    lines = tail.rstrip().splitlines()
-    if report.code and "Traceback (most recent call last):" in tail:
-        return f"exit code {report.code}: {lines[-1]}"
-    return f"exit code {report.code}" + ("" if report.code else ", before the run was over")
-
-
-def _kill_group_and_wait(pid: int) -> None:
-    """For the children of a fork server that is no more; a dead one's successor may only write once it is dead."""
-    with suppress(ProcessLookupError, PermissionError):
-        os.killpg(pid, signal.SIGKILL)
-    deadline = time.monotonic() + _KILL_S
-    while time.monotonic() < deadline and _runs(pid):
-        time.sleep(0.002)
-
-
-def _runs(pid: int) -> bool:
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return False
-    return stat.rpartition(")")[2].split()[0] not in "ZX"

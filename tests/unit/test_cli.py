@@ -237,14 +237,20 @@ def test_a_refusal_ends_the_process_with_code_two_and_leaves_nothing(runs: Path)
 def test_many_workers_are_warned_of_and_allowed(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    def said(workers: int, **more: Any) -> str:
+        commands.warn(resolve({"env": "CartPole-v1", "workers": workers, **more}))
+        told = capsys.readouterr()
+        assert told.out == "" and told.err.count("\n") == (told.err != "")
+        return told.err
+
     monkeypatch.setattr(os, "cpu_count", lambda: 2)
-    for workers, lines in ((2, 0), (8, 0), (9, 1), (500, 1)):
-        commands.warn(resolve({"env": "CartPole-v1", "workers": workers}))
-        said = capsys.readouterr()
-        assert said.err.count("\n") == lines
-        assert said.out == ""
-    assert "500 workers on 2 cores" in said.err
-    assert "--workers 2 is likely faster" in said.err
+    monkeypatch.setattr(commands, "available_bytes", lambda: 4 << 30)
+    assert said(2) == said(8) == ""
+    assert said(9) == "troupe: 9 workers on 2 cores will mostly wait for each other: --workers 2 is likely faster\n"
+    assert said(32, env_delay_ms=10.0) == "", "they wait for their environments, and need no core for that"
+    assert said(500, env_delay_ms=10.0) == (
+        "troupe: 500 workers take about 48.8 GiB, where 4.0 GiB of memory are free: --workers 40 would fit\n"
+    )
 
 
 # Runs folders and run directories ----------------------------------------------------------------------------------

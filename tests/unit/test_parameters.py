@@ -116,7 +116,7 @@ def test_a_gradient_that_is_not_finite_changes_nothing(name: OptimiserName, valu
     train(parameters, module, range(3))
     weights, moments = parameters.weights(), parameters.state().arrays
     parameters.gradient[: parameters.count][place] = value
-    parameters.clip_gradient(0.5)
+    parameters.clip_gradient(1e6)
     assert not parameters.apply()
     assert parameters.weights().tobytes() == weights.tobytes()
     for key, array in parameters.state().arrays.items():

@@ -12,7 +12,6 @@ from typing import Protocol
 import numpy as np
 
 from troupe.errors import BadMessage
-from troupe.parameters import SLACK
 from troupe.ports import Mailbox
 from troupe.types import Array, Message, Scalar
 
@@ -38,7 +37,7 @@ class Limits:
     """What a gradient may be at most."""
 
     lag: int  # versions old; 0: however old
-    norm: float  # what clipping leaves of the whole gradient, so no slice of it is longer
+    norm: float  # what clipping leaves of the whole gradient, so that no slice of it is longer
     learning_rate: float  # of the start: schedules only fall
 
 
@@ -125,13 +124,13 @@ class _Gate:
                 f"a gradient of {list(gradient.shape)} {gradient.dtype}, where the slice has {self._slice.size} float32"
             )
         most = self._limits.learning_rate
-        if not isinstance(rate, int | float) or not 0 <= rate <= most * SLACK:
+        if not isinstance(rate, int | float) or not 0 <= rate <= most:
             return f"a learning rate of {rate!r}, where this run's is at most {most:g}"
         with np.errstate(over="ignore"):  # then it is infinite, and refused
             norm = float(np.linalg.norm(gradient))
         if not math.isfinite(norm):
             return "a gradient that is not finite"
-        if norm > self._limits.norm * SLACK:
+        if norm > self._limits.norm:
             return f"a gradient of norm {norm:.3g}, where clipping leaves at most {self._limits.norm:g}"
         lag = self._slice.version - message.version
         if self._limits.lag and lag > self._limits.lag:

@@ -13,7 +13,7 @@ import torch
 from troupe.commons import Commons, Seat
 from troupe.config import Config
 from troupe.errors import ConfigError, PeerLost
-from troupe.parameters import PAD, Optimiser, Parameters
+from troupe.parameters import PAD, SLACK, Optimiser, Parameters
 from troupe.ports import Mailbox
 from troupe.roles.report import listen
 from troupe.roles.server import Limits, server
@@ -178,7 +178,8 @@ def serve(
     """The loop of server `rank`."""
     cut = cuts(len(seat.commons.vector), config.shards)[rank]
     slice_ = SharedSlice(seat.commons, cut, seat, optimiser, first=rank == 0)
-    limits = Limits(config.max_lag, float(config.hyper["max_gradient_norm"]), float(config.hyper["learning_rate"]))
+    norm, rate = float(config.hyper["max_gradient_norm"]), float(config.hyper["learning_rate"])
+    limits = Limits(config.max_lag, norm * SLACK, rate * SLACK)
     return server(
         slice_, workers, books, run=who.run, name=who.name, incarnation=who.incarnation,
         accumulate=config.accumulate, limits=limits, timeout_s=SEND_S,

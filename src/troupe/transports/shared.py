@@ -20,7 +20,6 @@ from troupe.transports.rings import LINE, Ring, Slot, power_of_two
 from troupe.types import Message
 
 _SLICE_S: Final = 0.1  # longest sleep: a peer killed between its commit and its ring is noticed this late
-_SPIN_S: Final = 500e-6  # what an answer may take before sleeping pays: to be woken costs 50 to 100 us by itself
 _STOP_WORD: Final = 0  # of the board
 
 
@@ -29,6 +28,7 @@ class LinkSpec(TypedDict):
 
     name: str
     hub: str
+    spin_s: float
     up_bytes: int
     down_bytes: int
     topics: dict[str, tuple[int, int]]  # topic -> offset on the board, bytes of the slot
@@ -38,6 +38,7 @@ class HubSpec(TypedDict):
     """What a process must know besides the descriptors to be the hub's side in its maker's stead; JSON."""
 
     name: str
+    spin_s: float
     up_bytes: int
     down_bytes: int
     topics: dict[str, tuple[int, int]]
@@ -102,7 +103,9 @@ class SharedHub:
     """Made by the process that owns the run, before its children: the memory and the bells, and a mailbox of its own.
 
     `capacity_bytes` may wait on the way up from each child and `down_bytes` on the way down to it (both rounded up to
-    a power of two); `topics` are what may be published, with the bytes of the largest message of each.
+    a power of two); `topics` are what may be published, with the bytes of the largest message of each. Who waits
+    lets others run for `spin_s` before it sleeps: to be woken costs 50 to 100 us by itself, but where there are more
+    processes than cores it takes the time of the one that is waited for.
     """
 
     def __init__(
@@ -112,8 +115,9 @@ class SharedHub:
         *,
         down_bytes: int = 1 << 18,
         name: str = "learner",
+        spin_s: float = 0.0,
     ) -> None:
-        self.name = name
+        self.name, self._spin_s = name, spin_s
         self._up_bytes = power_of_two(capacity_bytes)
         self._down_bytes = power_of_two(down_bytes)
         self._topics: dict[str, tuple[int, int]] = {}
@@ -124,7 +128,7 @@ class SharedHub:
         self._board = _Board(reserve("troupe-board", at), self._topics)
         self._bell = Bell()
         self._links: dict[str, tuple[_Link, Bell]] = {}
-        self._mailbox = HubMailbox(name, self._board, self._bell, self._links)
+        self._mailbox = HubMailbox(name, self._board, self._bell, self._links, spin_s)
 
     def mailbox(self) -> HubMailbox:
         """The one mailbox of this side; for one thread."""
@@ -141,15 +145,16 @@ class SharedHub:
             self._links[name] = (link, Bell())
         link, bell = self._links[name]
         spec = LinkSpec(
-            name=name, hub=self.name, up_bytes=self._up_bytes, down_bytes=self._down_bytes, topics=self._topics
-        )
+            name=name, hub=self.name, spin_s=self._spin_s, up_bytes=self._up_bytes, down_bytes=self._down_bytes,
+            topics=self._topics,
+        )  # fmt: skip
         return Connection(spec, (link.shared.fd, self._board.shared.fd, self._bell.fd, bell.fd))
 
     def lend(self) -> HubConnection:
         """This side of all links there are now, for another process; this one must leave its mailbox alone then."""
         spec = HubSpec(
-            name=self.name, up_bytes=self._up_bytes, down_bytes=self._down_bytes, topics=self._topics,
-            children=list(self._links),
+            name=self.name, spin_s=self._spin_s, up_bytes=self._up_bytes, down_bytes=self._down_bytes,
+            topics=self._topics, children=list(self._links),
         )  # fmt: skip
         pairs = [fd for link, bell in self._links.values() for fd in (link.shared.fd, bell.fd)]
         return HubConnection(spec, (self._board.shared.fd, self._bell.fd, *pairs))
@@ -174,8 +179,10 @@ class SharedHub:
 class HubMailbox:
     """The `ports.Mailbox` of the process that owns the hub."""
 
-    def __init__(self, name: str, board: _Board, bell: Bell, links: dict[str, tuple[_Link, Bell]]) -> None:
-        self.name = name
+    def __init__(
+        self, name: str, board: _Board, bell: Bell, links: dict[str, tuple[_Link, Bell]], spin_s: float
+    ) -> None:
+        self.name, self._spin_s = name, spin_s
         self.receipts = Receipts()
         self._board, self._bell, self._links = board, bell, links
         self._turn = 0  # the link that is asked first: fair to all, however fast one of them writes
@@ -190,7 +197,7 @@ class HubMailbox:
             name: (_Link(link, *sizes), Bell(child_bell))
             for name, link, child_bell in zip(spec["children"], pairs[::2], pairs[1::2], strict=True)
         }
-        return cls(spec["name"], _Board(board, spec["topics"]), Bell(bell), links)
+        return cls(spec["name"], _Board(board, spec["topics"]), Bell(bell), links, spec["spin_s"])
 
     def send(self, to: str, message: Message, timeout_s: float) -> None:
         """Blocks while the ring down to `to` is full; PeerLost after `timeout_s`."""
@@ -214,7 +221,7 @@ class HubMailbox:
             left = begin + timeout_s - time.monotonic()
             if left <= 0:
                 return None
-            _pause(self._bell, timeout_s - left, left)
+            _pause(self._bell, timeout_s - left, left, self._spin_s)
         return message
 
     def publish(self, topic: str, message: Message) -> None:
@@ -264,7 +271,7 @@ class SharedMailbox:
 
     def __init__(self, spec: LinkSpec, fds: Iterable[int], on_wait: Callable[[], None] = lambda: None) -> None:
         link, board, hub_bell, own_bell = fds
-        self.name, self.hub = spec["name"], spec["hub"]
+        self.name, self.hub, self._spin_s = spec["name"], spec["hub"], spec["spin_s"]
         self.receipts = Receipts()
         self._on_wait = on_wait
         self._link = _Link(link, spec["up_bytes"], spec["down_bytes"])
@@ -330,13 +337,13 @@ class SharedMailbox:
         if left <= 0 or self.stopping:
             return False
         self._on_wait()
-        _pause(self._bell, timeout_s - left, left)
+        _pause(self._bell, timeout_s - left, left, self._spin_s)
         return True
 
 
-def _pause(bell: Bell, waited_s: float, left_s: float) -> None:
+def _pause(bell: Bell, waited_s: float, left_s: float, spin_s: float) -> None:
     """Let others run for a moment, and sleep only where that has not helped."""
-    if waited_s < _SPIN_S:
+    if waited_s < spin_s:
         os.sched_yield()
     else:
         bell.wait(min(left_s, _SLICE_S))
