@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 from typing import Any
 
 import msgspec
@@ -19,7 +20,7 @@ def everything() -> dict[str, Any]:
     """All of it as plain values."""
     return {
         "algorithms": {name: _about(inspect.getmodule(algorithm_class(name))) for name in ALGORITHMS},
-        "schemes": {name: _about(inspect.getmodule(scheme)) for name, scheme in SCHEMES.items()},
+        "schemes": {name: _about(scheme) for name, scheme in SCHEMES.items()},
         "transports": dict(TRANSPORTS),
         "presets": presets(),
         "refused": _refused(),
@@ -31,7 +32,7 @@ def text() -> str:
     known = everything()
     lines: list[str] = []
     for what in ("algorithms", "schemes", "transports"):
-        lines += [f"{what}:", *(f"  {name:<15} {about}" for name, about in known[what].items()), ""]
+        lines += [f"{what}:", *(f"  {name:<17} {about}" for name, about in known[what].items()), ""]
     lines.append("presets (each value can be overridden on the command line):")
     for env, table in known["presets"].items():
         general = {key: value for key, value in table.items() if not isinstance(value, dict)}
@@ -39,8 +40,18 @@ def text() -> str:
         lines += [f"    {algo:<13} {_values(own)}" for algo, own in table.items() if isinstance(own, dict)]
     lines += ["  any other       safe values: --scheme actor-learner, one worker, 32 environments", ""]
     lines.append("refused, and why:")
-    lines += [f"  {pair:<38} {why}" for pair, why in known["refused"].items()]
+    for why in dict.fromkeys(known["refused"].values()):
+        pairs = [pair for pair, its in known["refused"].items() if its == why]
+        lines += [f"  {why}", *(f"      {row}" for row in together(pairs))]
     return "\n".join(lines)
+
+
+def together(pairs: list[str]) -> list[str]:
+    """`ppo · local` and `a3c · local` as `ppo, a3c · local`; one by one where they are not every combination."""
+    columns = [list(dict.fromkeys(column)) for column in zip(*(pair.split(" · ") for pair in pairs), strict=True)]
+    if math.prod(map(len, columns)) != len(pairs):
+        return pairs
+    return [" · ".join(", ".join(column) for column in columns)]
 
 
 def _about(thing: object) -> str:

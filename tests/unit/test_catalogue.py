@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 
@@ -22,8 +23,20 @@ def test_everything_is_named_with_a_few_words() -> None:
         assert all(len(words) > 10 for words in known[what].values())
     assert known["presets"] == presets()
     text = catalogue.text()
-    for name in (*ALGORITHMS, *SCHEMES, *TRANSPORTS, *presets(), *known["refused"], *known["refused"].values()):
+    for name in (*ALGORITHMS, *SCHEMES, *TRANSPORTS, *presets(), *known["refused"].values()):
         assert name in text
+
+
+def test_pairs_refused_for_one_reason_share_a_line_where_it_says_no_more_than_they_do() -> None:
+    assert catalogue.together(["a · x", "a · y", "b · x", "b · y"]) == ["a, b · x, y"]
+    assert catalogue.together(["a · x", "b · y"]) == ["a · x", "b · y"]
+    refused = catalogue.everything()["refused"]
+    told = set()
+    for line in catalogue.text().partition("refused, and why:")[2].splitlines():
+        if line.startswith("      "):
+            columns = [column.split(", ") for column in line.strip().split(" · ")]
+            told |= {" · ".join(pair) for pair in itertools.product(*columns)}
+    assert told == set(refused)
 
 
 def test_what_is_refused_is_what_train_refuses_word_for_word(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

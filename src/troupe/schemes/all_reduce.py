@@ -146,7 +146,7 @@ class AllReduceExchange:
 
 
 class AllReduce:
-    """Synchronous data-parallel: as many rollouts as workers, one step."""
+    """The gradients of all workers are averaged, and all take the same step."""
 
     plays_here, shares_vector = False, True
 

@@ -138,7 +138,7 @@ class ServerExchange:
 
 
 class ParameterServer:
-    """Gorila's way (Nair 2015): workers compute, servers own."""
+    """Workers send slices of their gradients to servers, which own the weights (Gorila, Nair 2015)."""
 
     plays_here, shares_vector = False, True
 

@@ -79,7 +79,7 @@ class Hogwild:
 
 
 class Locked(Hogwild):
-    """The same under one lock: every gradient meets the weights it is applied to whole."""
+    """Every worker steps the shared vector under one lock, so that a gradient meets weights that are whole."""
 
     takes_lock = True
 
