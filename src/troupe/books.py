@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict, deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -151,8 +152,8 @@ class Books:
         part = max(PARTS, key=lambda p: sum(shares[p] for shares in recent))
         return {"learn": "learning", "send": "sending", "exchange": "each other"}.get(part, "environments")
 
-    def tick(self) -> None:
-        """Once a second: a progress line."""
+    def tick(self, carrier: Callable[[], dict[str, Json]] | None = None) -> None:
+        """Once a second: a progress line; `carrier` gives the figures of what carries messages to other machines."""
         now = self.seconds()
         if now < self._next_line:
             return
@@ -171,6 +172,7 @@ class Books:
             lag_median=self.lag(0.5), lag_p95=self.lag(0.95), waiting_on=self.waiting_on(), ledger=dict(self.ledger),
             workers={n: {**_rounded(s), "steps": self.contributed.get(n, 0)} for n, s in self._before.items()},
             metrics=_rounded(self.losses), gradients_refused=self.gradients_refused,
+            **({"carrier": carrier()} if carrier else {}),
         )  # fmt: skip
 
     def lag(self, quantile: float) -> float | None:

@@ -51,7 +51,8 @@ def build_algorithm(
     network = kind.make_network(hyper, observation, action, spec)
     parameters = Parameters(network, optimiser=config.optimiser)
     turn_steps = config.envs * rollout_steps(config)
-    place = Place(rank, config.workers, config.envs, turn_steps, replay_memory)
+    workers = max(1, config.workers)
+    place = Place(rank % workers, workers, config.envs, turn_steps, replay_memory)  # who joins is one more of its kind
     algorithm: Algorithm = kind(hyper, network, parameters, seeds.stream("learn", rank), place)
     return algorithm
 
@@ -71,9 +72,9 @@ def build_player(
 ) -> Player:
     """One worker's share of the environments, seeded by who it is."""
     seeds = Seeds(config.seed)
-    threads = config.env_threads or max(1, (os.cpu_count() or 1) // config.workers)
+    threads = config.env_threads or max(1, (os.cpu_count() or 1) // max(1, config.workers))
     rng = seeds.stream("envs", rank, incarnation)
-    made = envs.make(env_spec(config), config.envs // config.workers, rng=rng, threads=threads)
+    made = envs.make(env_spec(config), config.lanes, rng=rng, threads=threads)
     delayed = envs.DelayedEnvironments(made, config.env_delay_ms / 1000) if config.env_delay_ms else made
     return Player(delayed, seeds.stream("play", rank, incarnation), beat=beat)
 
@@ -81,6 +82,4 @@ def build_player(
 def rollout_shape(config: Config, observation: spaces.Space[Any], action: spaces.Space[Any]) -> RolloutShape:
     """What every rollout of this run looks like."""
     dtype = str(envs.as_observation(observation.sample(), observation).dtype)
-    return RolloutShape(
-        rollout_steps(config), config.envs // config.workers, observation.shape or (), dtype, action.shape or ()
-    )
+    return RolloutShape(rollout_steps(config), config.lanes, observation.shape or (), dtype, action.shape or ())

@@ -19,7 +19,7 @@ from troupe.schemes.scheme import Part
 from troupe.supervisor import Event, Supervisor
 from troupe.supervisor import Part as Process
 from troupe.transports.memory import MemoryHub
-from troupe.transports.shared import SharedHub
+from troupe.transports.shared import Connection, SharedHub
 from troupe.warmup import preloads
 
 NEVER_PLAYED: Final = 4  # losses of each worker, without one step by any, after which trying again is no use
@@ -49,6 +49,21 @@ class Cast(Protocol):
         """Everyone ends; nothing is left."""
 
 
+class Hub(Protocol):
+    """Where parts send, whatever carries their messages."""
+
+    def mailbox(self) -> Mailbox:
+        """This side's."""
+
+    def connect(self, name: str) -> Connection:
+        """What the part `name` is handed to reach it."""
+
+    def stop(self) -> None:
+        """Tell every part to end."""
+
+    def close(self) -> None: ...
+
+
 class ProcessCast:
     """Every part in a process of its own, replaced when it dies or hangs."""
 
@@ -63,17 +78,21 @@ class ProcessCast:
         weights_bytes: int,
         on_event: Callable[[Event], None],
         supervisor: Supervisor | None = None,
+        learner: Hub | None = None,
     ) -> None:
+        """`learner`: where experience arrives, unless that is memory of this machine."""
         self._stage, self._logs = stage, logs
         up_bytes = shape.nbytes() * 5 // 4 if any(part.role == "actor" for part in parts) else _REPORTS
-        self._hubs = {"learner": SharedHub(up_bytes if parts else _SMALL, topics, down_bytes=_SMALL)}
-        self._hubs["desk"] = SharedHub(weights_bytes * 2, {"candidate": weights_bytes}, down_bytes=_SMALL, name="desk")
-        self.learner, self.desk = self._hubs["learner"].mailbox(), self._hubs["desk"].mailbox()
+        here = learner or SharedHub(up_bytes if parts else _SMALL, topics, down_bytes=_SMALL)
+        desk = SharedHub(weights_bytes * 2, {"candidate": weights_bytes}, down_bytes=_SMALL, name="desk")
+        self._servers: dict[str, SharedHub] = {}
         spin_s = _SPIN_S if len(parts) <= (os.cpu_count() or 1) else 0.0
         for part in parts:
             if part.role == "server":  # two gradients of each worker may wait; it answers with one slot of weights
                 sizes, room = {"weights": weights_bytes}, 2 * weights_bytes
-                self._hubs[part.name] = SharedHub(room, sizes, down_bytes=_SMALL, name=part.name, spin_s=spin_s)
+                self._servers[part.name] = SharedHub(room, sizes, down_bytes=_SMALL, name=part.name, spin_s=spin_s)
+        self._hubs: dict[str, Hub] = {"learner": here, "desk": desk, **self._servers}
+        self.learner, self.desk = here.mailbox(), desk.mailbox()
         self.supervisor = supervisor or Supervisor(preload=preloads(envpool=envpool_has(env_spec(stage.config))))
         self._on_event = on_event
         self._losses: Counter[str] = Counter()
@@ -92,11 +111,11 @@ class ProcessCast:
         if part.role in PLAYERS:
             self._players[part.name] = pulse
         links = [self._hubs[hub].connect(part.name) for hub in self._towards(part)]
-        hub = self._hubs[part.name].lend() if part.name in self._hubs else None
+        hub = self._servers[part.name].lend() if part.name in self._servers else None
         memory = [region.fd for region in (stage.commons, stage.replay) if region is not None]
         payload = {
-            "role": part.role, "rank": part.rank, "stage": stage.plain(), "links": [dict(link.spec) for link in links],
-            "hub": hub.spec if hub else None,
+            "role": part.role, "rank": part.rank, "at": part.at, "stage": stage.plain(),
+            "links": [dict(link.spec) for link in links], "hub": hub.spec if hub else None,
         }  # fmt: skip
         fds = [*memory, *(fd for link in links for fd in link.fds), *(hub.fds if hub else ())]
         log = self._logs / f"{part.name}.log"
@@ -106,8 +125,7 @@ class ProcessCast:
         """The hubs that a part has a mailbox towards; where it is told to stop comes first."""
         if part is EVALUATOR:
             return ["desk"]
-        servers = [name for name in self._hubs if name not in ("learner", "desk")]
-        return ["learner", *(servers if part.role == "worker" else [])]
+        return ["learner", *(self._servers if part.role == "worker" else [])]
 
     def _hear(self, event: Event) -> None:
         """From the supervisor's thread: pass it on, and see whether anybody is left who can play."""

@@ -96,7 +96,10 @@ def _run(given: list[str]) -> int:
     known = parser.parse_args(given)
     from troupe import commands
 
-    run = {"eval": commands.evaluate, "play": commands.play, "doctor": commands.doctor, "list": commands.catalogue}
+    run = {
+        "eval": commands.evaluate, "play": commands.play, "doctor": commands.doctor, "list": commands.catalogue,
+        "join": commands.join, "broker": commands.broker,
+    }  # fmt: skip
     return run[known.command](known)
 
 
@@ -110,6 +113,7 @@ def _commands() -> _Parser:
     commands.add_parser("train", help="train an agent: troupe train ENV [--options]", add_help=False)
     commands.add_parser("resume", help="go on with a run: troupe resume RUN [--options]", add_help=False)
     commands.add_parser("compare", help="schemes by workers, each over seeds: tables and charts", add_help=False)
+    _add_remote(commands)
     evaluate = commands.add_parser("eval", help="play whole reference episodes, report mean, spread and interval")
     evaluate.add_argument("run", help="a run's name or path")
     evaluate.add_argument("--episodes", type=_count, default=100, help="how many (default 100)")
@@ -130,6 +134,20 @@ def _commands() -> _Parser:
     listing = commands.add_parser("list", help="algorithms, schemes, transports, presets; what goes with what")
     listing.add_argument("--json", action="store_true", help="print one JSON object")
     return parser
+
+
+def _add_remote(commands: Any) -> None:
+    """What a second machine needs."""
+    join = commands.add_parser("join", help="play for whoever leads a run on a broker: troupe join amqp://...")
+    join.add_argument("address", nargs="?", default="rabbitmq", help="the broker's (default: $TROUPE_BROKER)")
+    join.add_argument("--workers", type=_count, default=None, help="processes that play (default: one a core)")
+    join.add_argument("--run", default="", help="play in this run only (default: in any that asks)")
+    join.add_argument("--once", action="store_true", help="end with the run, instead of waiting for the next one")
+    join.add_argument("--allow", default="", help="packages whose environments and networks may be run, a,b,...")
+    broker = commands.add_parser("broker", help="start a private RabbitMQ node and print its address")
+    broker.add_argument("--host", default="127.0.0.1", help="where it listens (default 127.0.0.1)")
+    broker.add_argument("--port", type=_count, default=0, help="its port (default: a free one)")
+    broker.add_argument("--folder", default=None, help="what it keeps (default: .broker below the runs)")
 
 
 def _count(text: str) -> int:

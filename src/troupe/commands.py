@@ -164,6 +164,31 @@ def play(given: argparse.Namespace) -> int:
     return 0
 
 
+def join(given: argparse.Namespace) -> int:
+    """troupe join ADDRESS [--workers N] [--run R] [--once]."""
+    from troupe.addresses import find
+    from troupe.join import Machine
+    from troupe.join import join as play_for_others
+    from troupe.transports.rabbitmq import RabbitDesk
+
+    address = find(given.address)
+    allowed = frozenset(part.strip() for part in given.allow.split(",") if part.strip())
+    workers = given.workers or os.cpu_count() or 1
+    desk = RabbitDesk(address)
+    try:
+        return play_for_others(Machine(address, workers, given.run, given.once, allowed), desk)
+    finally:
+        desk.close()
+
+
+def broker(given: argparse.Namespace) -> int:
+    """troupe broker: a private node, until Ctrl-C."""
+    from troupe.addresses import folder
+    from troupe.broker import serve
+
+    return serve(Path(given.folder) if given.folder else folder(), host=given.host, port=given.port)
+
+
 def doctor(given: argparse.Namespace) -> int:
     """troupe doctor [ENV]."""
     from troupe import doctor as checks

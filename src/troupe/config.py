@@ -25,7 +25,13 @@ class Config(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     algo: Option[str, Meta(description="the algorithm")] = "ppo"
     scheme: Option[str, Meta(description="where the pipeline is cut")] = "actor-learner"
     via: Option[str, Meta(description="the transport: what carries messages over the cut")] = "shared"
-    workers: Option[int, Meta(ge=1, description="processes that play")] = 1
+    delivery: Option[
+        Literal["lossless", "fresh"],
+        Meta(description="rabbitmq: a full queue holds the workers back, or drops its oldest message and counts it"),
+    ] = "lossless"
+    queue: Option[int, Meta(ge=1, description="rabbitmq: messages of experience that may wait for the learner")] = 32
+    share: Option[str, Meta(description="rabbitmq: learn from the queue of this run too, beside its learner")] = ""
+    workers: Option[int, Meta(ge=0, description="processes that play; 0: only those that join from elsewhere")] = 1
     envs: Option[int, Meta(ge=1, description="environments in all, spread over the workers")] = 64
     env_threads: Option[int, Meta(ge=0, description="threads EnvPool steps with, per worker; 0: cores / workers")] = 0
     env_delay_ms: Option[
@@ -65,6 +71,11 @@ class Config(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     tensorboard: Option[bool, Meta(description="write event files as well")] = False
     hyper: dict[str, Scalar] = {}  # the algorithm's own options
 
+    @property
+    def lanes(self) -> int:
+        """Environments of one worker, here or elsewhere."""
+        return self.envs // max(1, self.workers)
+
 
 HELD_FIXED = ("env", "env_options", "algo", "net", "activation", "dropout", "observation_scale", "optimiser")
 """What a checkpoint's weights depend on: a run that is resumed cannot change it."""
@@ -92,6 +103,14 @@ def convert(kind: type[Any], values: Mapping[str, Any], where: str, *, strict: b
 
 
 def to_dict(config: Config) -> dict[str, Any]:
-    """Plain values, as the TOML file has them."""
+    """Plain values, as the TOML file has them; no password is among them."""
     values: dict[str, Any] = msgspec.to_builtins(config)
+    values["via"] = without_password(config.via)
     return {key: value for key, value in values.items() if value is not None}
+
+
+def without_password(address: str) -> str:
+    """amqp://user:password@host/vhost as amqp://user@host/vhost; anything else as it is."""
+    scheme, found, rest = address.partition("://")
+    user, at, host = rest.rpartition("@")
+    return f"{scheme}{found}{user.partition(':')[0]}{at}{host}"

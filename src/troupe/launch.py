@@ -13,7 +13,7 @@ from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from queue import Empty, SimpleQueue
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -43,8 +43,13 @@ from troupe.schemes.parameter_server import cuts
 from troupe.schemes.scheme import Company
 from troupe.signals import Signals
 from troupe.supervisor import Event, Supervisor
+from troupe.task import describe
+from troupe.transports import transport
 from troupe.types import Array, Message, State
 from troupe.watchdog import WatchedEnvironments
+
+if TYPE_CHECKING:
+    from troupe.front import Front
 
 START_TIMEOUT_S = 120.0
 STOP_TIMEOUT_S = 5.0  # for children to end by themselves
@@ -73,6 +78,7 @@ class Prepared:
     goal: Goal
     algorithm: Algorithm
     shape: RolloutShape
+    spaces: tuple[str, str]  # of observations and actions, in Gymnasium's words
     replay_bytes: int  # of the experience that all workers share; 0 where each keeps its own
 
     def facts(self) -> dict[str, Any]:
@@ -95,7 +101,8 @@ def prepare(config: Config) -> Prepared:
         algorithm = build_algorithm(config, env.observation_space, env.action_space)
         cuts(len(algorithm.parameters.vector), config.shards)  # refuses more than there are weights for
         shape = rollout_shape(config, env.observation_space, env.action_space)
-        return Prepared(config, goal, algorithm, shape, replay_bytes(config, env.observation_space))
+        spaces = str(env.observation_space), str(env.action_space)
+        return Prepared(config, goal, algorithm, shape, spaces, replay_bytes(config, env.observation_space))
     finally:
         env.close()
 
@@ -130,6 +137,8 @@ class _Show:
         self.journal: Journal | EventFiles | None = None
         self.saved_s = 0.0
         self.play_state: State | None = None
+        self.spaces = prepared.spaces
+        self.front: Front | None = None  # where the run is led over a broker
         self.refresh: Callable[[], None] = lambda: None  # before anything is saved of a vector that others change
         if resume:
             self._restore()
@@ -179,7 +188,7 @@ class _Show:
             seats = len(self.scheme.parts(self.config))
             commons = Commons.create(self.algorithm.parameters, seats, steps=self.books.steps)
         return Stage(
-            self.config, self.run.name, self.goal, self.books.life, self.run.path / "stage", commons,
+            self.config, self.config.share or self.run.name, self.goal, self.books.life, self.run.path / "stage", commons,
             Region(reserve("troupe-replay", self.replay_bytes)) if self.replay_bytes else None,
         )  # fmt: skip
 
@@ -188,9 +197,14 @@ class _Show:
         if self.config.via == "memory":
             return SerialCast(stage, parts)
         weights = self.algorithm.parameters.vector.numpy().nbytes + 4096 + 64 * len(parts)
+        topics = dict(self.scheme.topics(weights))
+        if transport(self.config.via) == "rabbitmq":
+            from troupe import front  # brings pika, which few runs need
+
+            self.front = front.Front(self.config, stage.run, topics)
         return ProcessCast(
-            stage, parts, logs=self.run.logs, shape=self.shape, topics=dict(self.scheme.topics(weights)),
-            weights_bytes=weights, on_event=self.heard.put, supervisor=self.supervisor,
+            stage, parts, logs=self.run.logs, shape=self.shape, topics=topics, weights_bytes=weights,
+            on_event=self.heard.put, supervisor=self.supervisor, learner=self.front,
         )  # fmt: skip
 
     # The loop --------------------------------------------------------------------------------------------------------
@@ -227,10 +241,14 @@ class _Show:
         )
         for kind, fields in self.early:
             self.write(kind, **fields)
+        if self.front:
+            place = stage.run, self.goal, self.books.life
+            task = describe(self.config, *place, self.algorithm, self.spaces, self.front.link())
+            self.front.invite(task, self.config.workers, self.write, self.say)
 
     def _keep_house(self, cast: Cast, player: Player | None, stage: Stage) -> Outcome:
         company = Company(
-            self.config, self.run.name, self.algorithm, self.books, rollout_steps(self.config), player,
+            self.config, stage.run, self.algorithm, self.books, rollout_steps(self.config), player,
             cast.learner, self.shape, stage.commons,
         )  # fmt: skip
         self.refresh = company.refresh
@@ -242,6 +260,8 @@ class _Show:
                 continue
             checked = now
             self._drain_events()
+            if self.front:
+                self.front.attend()
             self.reviews.hear(cast.desk)
             if self.signals.number:
                 return self._end(f"interrupted by {signal.Signals(self.signals.number).name}", player)
@@ -252,7 +272,7 @@ class _Show:
             self.reviews.ask_if_due(cast.desk)
             if self.books.seconds() - self.saved_s >= self.config.checkpoint_every_s:
                 self._save(player)
-            self.books.tick()
+            self.books.tick(self.front.figures if self.front else None)
         raise TroupeError("the main role ended by itself")
 
     def _end_with_a_review(self, cast: Cast, player: Player | None) -> Outcome:

@@ -6,7 +6,7 @@ import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Final, cast
+from typing import Any, Final, Protocol, cast
 
 import msgspec
 import torch
@@ -173,13 +173,43 @@ def _evaluator(config: Config, run: str, mailbox: Mailbox, incarnation: int, bea
     )  # fmt: skip
 
 
+class Line(Mailbox, Protocol):
+    """A mailbox of a part, which also hears when the run stops."""
+
+    hub: str
+
+    @property
+    def stopping(self) -> bool: ...
+
+
+def _line(spec: Any, given: Iterator[int], pulse: Pulse, on_wait: Callable[[], None]) -> Line:
+    """Towards a hub of this machine, by its descriptors, or towards one beyond a broker, by the broker's address."""
+    if "broker" not in spec:
+        return SharedMailbox(spec, [next(given) for _ in range(4)], on_wait=pulse.touch)
+    from troupe.transports.amqp import Address  # brings pika, which few runs need
+    from troupe.transports.rabbitmq import RabbitMailbox
+
+    return RabbitMailbox(spec, Address.parse(spec["broker"]), on_wait)
+
+
 def enter(payload: dict[str, Any], fds: list[int]) -> None:
     """Where the process of a part begins. `fds`: its pulse, the stage's memory, its links, the hub it is lent."""
     torch.set_num_threads(1)  # before any tensor is made: more processes than cores would trip over their threads
     given = iter(fds)
     pulse = Pulse.attach(next(given))
     stage = Stage.rebuilt(payload["stage"], given)
-    own = [SharedMailbox(spec, [next(given) for _ in range(4)], on_wait=pulse.touch) for spec in payload["links"]]
+    own: list[Line] = []
+
+    def stopping() -> bool:
+        return any(mailbox.stopping for mailbox in own)
+
+    def on_wait() -> None:
+        if stopping():
+            raise PeerLost("the run is stopping")
+        pulse.touch()
+
+    for spec in payload["links"]:
+        own.append(_line(spec, given, pulse, on_wait))
     links: dict[str, Mailbox] = {mailbox.hub: mailbox for mailbox in own}
     if payload["hub"]:
         links["self"] = HubMailbox.attach(payload["hub"], given)
@@ -188,21 +218,17 @@ def enter(payload: dict[str, Any], fds: list[int]) -> None:
         pulse.add_steps(steps)
         pulse.beat(Phase.PLAY)
 
-    def on_wait() -> None:
-        if own[0].stopping:
-            raise PeerLost("the run is stopping")
-        pulse.touch()
-
     incarnation = stage.life * LIVES + payload["incarnation"]
-    loop = perform(Part(payload["role"], payload["rank"]), stage, links, incarnation, beat, on_wait)
+    part = Part(payload["role"], payload["rank"], at=payload["at"])
+    loop = perform(part, stage, links, incarnation, beat, on_wait)
     beat(0)  # everything is built: ready
     try:
         for _ in loop:
             pulse.touch()
-            if own[0].stopping:
+            if stopping():
                 break
     except PeerLost:
-        if not own[0].stopping:
+        if not stopping():
             raise
     pulse.beat(Phase.DONE)
     for mailbox in own:

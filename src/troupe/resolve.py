@@ -14,7 +14,7 @@ from troupe.algos import ALGORITHMS, algorithm_class
 from troupe.config import Config, convert, nearest
 from troupe.errors import ConfigError
 from troupe.schemes import SCHEMES
-from troupe.transports import TRANSPORTS
+from troupe.transports import REMOTE, TRANSPORTS, transport
 
 
 def hyper_class(algo: str) -> type[Any]:
@@ -92,10 +92,12 @@ def load_toml(path: Path) -> dict[str, Any]:
 
 def check_pairs(config: Config) -> None:
     """ConfigError where the combination makes no sense, saying why and what to use instead."""
-    for what, name, known in (("scheme", config.scheme, SCHEMES), ("transport", config.via, TRANSPORTS)):
+    via = transport(config.via).partition("://")[0]  # of an address no more: it may hold a password
+    for what, name, known in (("scheme", config.scheme, SCHEMES), ("transport", via, TRANSPORTS)):
         if name not in known:
             raise ConfigError(f"there is no {what} {name!r}{nearest(name, known)} ('troupe list' names them all)")
-    if config.envs % config.workers:
+    _check_reach(config, via)
+    if config.workers and config.envs % config.workers:
         even = max(config.envs // config.workers, 1) * config.workers
         raise ConfigError(
             f"--envs {config.envs} cannot be spread evenly over --workers {config.workers}: take --envs {even}"
@@ -108,6 +110,29 @@ def check_pairs(config: Config) -> None:
     refusal = SCHEMES[config.scheme]().refuses(config, algorithm_class(config.algo))
     if refusal:
         raise ConfigError(refusal)
+
+
+def _check_reach(config: Config, via: str) -> None:
+    """Who may be on another machine, and who may not."""
+    scheme = SCHEMES[config.scheme]
+    if via not in REMOTE:
+        if not config.workers:
+            raise ConfigError(
+                "--workers 0: nobody would play; give 1 or more, or let other machines join over a broker "
+                "(--via amqp://...)"
+            )
+        for name, default in (("delivery", "lossless"), ("queue", 32), ("share", "")):
+            if getattr(config, name) != default:
+                raise ConfigError(f"--{name} means nothing to --via {via}: leave it out, or use --via amqp://...")
+    elif scheme.plays_here:
+        raise ConfigError(
+            f"scheme {config.scheme} is one process, so there is nothing for {via} to carry: use --scheme actor-learner"
+        )
+    elif scheme.shares_vector:
+        raise ConfigError(
+            f"scheme {config.scheme} needs memory that all its workers share, which {via} cannot carry to another "
+            "machine: use --scheme actor-learner, or --via shared on one machine"
+        )
 
 
 def flat(config: Config) -> dict[str, Any]:

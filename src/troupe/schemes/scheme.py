@@ -25,10 +25,11 @@ class Part:
     role: str
     rank: int
     essential: bool = False  # without it the run cannot go on
+    at: str = ""  # the machine it plays on, where that is another one than the main process's
 
     @property
     def name(self) -> str:
-        return f"{self.role}-{self.rank}"
+        return f"{self.at}.{self.role}-{self.rank}" if self.at else f"{self.role}-{self.rank}"
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,72 @@
+"""Front of house: the broker that a run's experience comes over, and the machines that come and go beyond it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from typing import Any
+
+from troupe.addresses import find
+from troupe.config import Config
+from troupe.guests import Guests
+from troupe.ports import Mailbox
+from troupe.task import Task
+from troupe.transports.amqp import Address
+from troupe.transports.rabbitmq import RabbitHub
+from troupe.transports.shared import Connection
+from troupe.types import Json
+
+
+class Front:
+    """A `cast.Hub` over RabbitMQ; whoever answers for the run there besides, a turn at a time."""
+
+    def __init__(self, config: Config, run: str, topics: Mapping[str, int]) -> None:
+        self._address = find(config.via)  # password and all: for this machine's workers, and never shown
+        self.hub = RabbitHub(
+            Address.parse(self._address), run, name=config.share and config.name or "learner", topics=topics,
+            mode=config.delivery, max_length=config.queue, share=bool(config.share),
+        )  # fmt: skip
+        self._guests: Guests | None = None
+        self._blocked = False
+
+    def mailbox(self) -> Mailbox:
+        """Where experience arrives."""
+        return self.hub.mailbox()
+
+    def connect(self, name: str) -> Connection:
+        """For a worker of this machine."""
+        return Connection({**self.hub.connect(name), "broker": self._address}, ())  # type: ignore[typeddict-item]
+
+    def link(self) -> dict[str, Json]:
+        """For a worker of another one, which knows the broker's address and gives itself a name."""
+        return {"hub": self.hub.name, "topics": list(self.hub.topics), "office": asdict(self.hub.office)}
+
+    def invite(self, task: Task, first_rank: int, write: Callable[..., None], say: Callable[[str], None]) -> None:
+        """Whoever asks from now on is told what to play."""
+        self._guests, self._say = Guests(self.hub, task, first_rank, write, say), say
+
+    def attend(self) -> None:
+        """Answer what was asked, and say where the broker is in trouble."""
+        if self._guests:
+            self._guests.attend()
+        if self.hub.blocked != self._blocked:
+            self._blocked = self.hub.blocked
+            self._say("blocked by broker: it is short of memory or disk" if self._blocked else "broker goes on")
+
+    def figures(self) -> dict[str, Any]:
+        """For the journal: the queue and its bound, what was lost on the way, who plays elsewhere."""
+        depth, receipts = self.hub.depth(), self.hub.mailbox().receipts
+        return {
+            "ready": depth.ready, "unacknowledged": depth.unacknowledged, "bound": depth.bound,
+            "duplicates": receipts.duplicates, "lost": receipts.lost, "stale": receipts.stale,
+            "corrupted": receipts.corrupted, "trouble": self.hub.trouble,
+            "machines": dict(self._guests.playing) if self._guests else {},
+        }  # fmt: skip
+
+    def stop(self) -> None:
+        """Tell every worker, wherever it is, that the run is over."""
+        self.hub.stop()
+
+    def close(self) -> None:
+        """Leave the broker."""
+        self.hub.close()
