@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
 
@@ -34,6 +36,20 @@ def find(via: str) -> str:
         if without_password(address) == via:
             return address
     raise ConfigError(f"{via} names a user but no password, and none is kept in a run: give the address in {VARIABLE}")
+
+
+@contextmanager
+def announced(address: str) -> Iterator[None]:
+    """While the node of `troupe broker` runs, its user's other commands find it; nobody else may read the file."""
+    path = folder() / "address"
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    path.unlink(missing_ok=True)
+    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+        file.write(address)
+    try:
+        yield
+    finally:
+        path.unlink(missing_ok=True)
 
 
 def _private() -> str:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Final, Protocol
+from typing import Any, Final, Protocol
 
 from troupe.build import env_spec
 from troupe.envs import envpool_has
@@ -19,7 +19,7 @@ from troupe.schemes.scheme import Part
 from troupe.supervisor import Event, Supervisor
 from troupe.supervisor import Part as Process
 from troupe.transports.memory import MemoryHub
-from troupe.transports.shared import Connection, SharedHub
+from troupe.transports.shared import SharedHub
 from troupe.warmup import preloads
 
 NEVER_PLAYED: Final = 4  # losses of each worker, without one step by any, after which trying again is no use
@@ -49,14 +49,26 @@ class Cast(Protocol):
         """Everyone ends; nothing is left."""
 
 
+class Link(Protocol):
+    """What a part is handed to reach a hub."""
+
+    @property
+    def spec(self) -> Mapping[str, Any]:
+        """Plain values."""
+
+    @property
+    def fds(self) -> tuple[int, ...]:
+        """Descriptors of this machine, where it takes some."""
+
+
 class Hub(Protocol):
     """Where parts send, whatever carries their messages."""
 
     def mailbox(self) -> Mailbox:
         """This side's."""
 
-    def connect(self, name: str) -> Connection:
-        """What the part `name` is handed to reach it."""
+    def connect(self, name: str) -> Link:
+        """For the part `name`."""
 
     def stop(self) -> None:
         """Tell every part to end."""

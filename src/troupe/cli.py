@@ -147,6 +147,8 @@ def _add_remote(commands: Any) -> None:
     broker = commands.add_parser("broker", help="start a private RabbitMQ node and print its address")
     broker.add_argument("--host", default="127.0.0.1", help="where it listens (default 127.0.0.1)")
     broker.add_argument("--port", type=_count, default=0, help="its port (default: a free one)")
+    broker.add_argument("--certificate", default=None, help="PEM file, for other machines: amqps:// at --host")
+    broker.add_argument("--key", default=None, help="PEM file of the certificate's key")
     broker.add_argument("--folder", default=None, help="what it keeps (default: .broker below the runs)")
 
 

@@ -6,6 +6,7 @@ import argparse
 import json
 import os
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Final
 
@@ -169,12 +170,13 @@ def join(given: argparse.Namespace) -> int:
     from troupe.addresses import find
     from troupe.join import Machine
     from troupe.join import join as play_for_others
-    from troupe.transports.rabbitmq import RabbitDesk
+    from troupe.transports.amqp import Address
+    from troupe.transports.desk import RabbitDesk
 
     address = find(given.address)
     allowed = frozenset(part.strip() for part in given.allow.split(",") if part.strip())
     workers = given.workers or os.cpu_count() or 1
-    desk = RabbitDesk(address)
+    desk = RabbitDesk(Address.parse(address))
     try:
         return play_for_others(Machine(address, workers, given.run, given.once, allowed), desk)
     finally:
@@ -183,10 +185,20 @@ def join(given: argparse.Namespace) -> int:
 
 def broker(given: argparse.Namespace) -> int:
     """troupe broker: a private node, until Ctrl-C."""
-    from troupe.addresses import folder
-    from troupe.broker import serve
+    from troupe.addresses import announced, folder
+    from troupe.broker import Tls, serve
 
-    return serve(Path(given.folder) if given.folder else folder(), host=given.host, port=given.port)
+    if bool(given.certificate) != bool(given.key):
+        raise ConfigError("troupe broker: --certificate and --key go together")
+    tls = Tls(Path(given.certificate), Path(given.key)) if given.certificate else None
+
+    def tell(address: str) -> None:
+        print(f"a broker runs at {address}\nother terminals here find it as --via rabbitmq; Ctrl-C ends it", flush=True)
+        stack.enter_context(announced(address))
+
+    with ExitStack() as stack:
+        serve(Path(given.folder or folder()), host=given.host, port=given.port, tls=tls, tell=tell)
+    return 0
 
 
 def doctor(given: argparse.Namespace) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from troupe.addresses import find
@@ -13,8 +13,15 @@ from troupe.ports import Mailbox
 from troupe.task import Task
 from troupe.transports.amqp import Address
 from troupe.transports.rabbitmq import RabbitHub
-from troupe.transports.shared import Connection
 from troupe.types import Json
+
+
+@dataclass(frozen=True)
+class BrokerLink:
+    """What a worker of this machine is handed."""
+
+    spec: Mapping[str, Any]
+    fds: tuple[int, ...] = ()
 
 
 class Front:
@@ -23,7 +30,7 @@ class Front:
     def __init__(self, config: Config, run: str, topics: Mapping[str, int]) -> None:
         self._address = find(config.via)  # password and all: for this machine's workers, and never shown
         self.hub = RabbitHub(
-            Address.parse(self._address), run, name=config.share and config.name or "learner", topics=topics,
+            Address.parse(self._address), run, name=config.name if config.share else "learner", topics=topics,
             mode=config.delivery, max_length=config.queue, share=bool(config.share),
         )  # fmt: skip
         self._guests: Guests | None = None
@@ -33,13 +40,14 @@ class Front:
         """Where experience arrives."""
         return self.hub.mailbox()
 
-    def connect(self, name: str) -> Connection:
+    def connect(self, name: str) -> BrokerLink:
         """For a worker of this machine."""
-        return Connection({**self.hub.connect(name), "broker": self._address}, ())  # type: ignore[typeddict-item]
+        self.hub.connect(name)  # with a queue of its own from now on
+        return BrokerLink({**self.link(), "broker": self._address, "name": name})
 
     def link(self) -> dict[str, Json]:
         """For a worker of another one, which knows the broker's address and gives itself a name."""
-        return {"hub": self.hub.name, "topics": list(self.hub.topics), "office": asdict(self.hub.office)}
+        return {"hub": "learner", "topics": list(self.hub.topics), "office": asdict(self.hub.office)}
 
     def invite(self, task: Task, first_rank: int, write: Callable[..., None], say: Callable[[str], None]) -> None:
         """Whoever asks from now on is told what to play."""
