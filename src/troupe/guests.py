@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 import msgspec
 
 from troupe.task import Task
-from troupe.types import Message
+from troupe.types import Message, Scalar
 
-_FIGURES = ("workers", "steps", "seconds", "lost")  # of a machine's protocol
+MOST: Final = 1000  # machines that may play at once; whoever holds the broker's password could invent any number
+_FIGURES: Final = ("workers", "steps", "seconds", "lost")  # of a machine's protocol
+_WORDS: Final = 500  # letters of a cause that are kept
 
 
 class Reception(Protocol):
@@ -48,8 +51,10 @@ class Guests:
     def _join(self, request: Message) -> dict[str, Any]:
         """Places for its workers, which nobody else has: their random streams depend on them."""
         workers = request.meta.get("workers")
-        if not isinstance(workers, int) or not 0 < workers <= 4096:
+        if type(workers) is not int or not 0 < workers <= 4096:
             return {"refused": f"{workers!r} is no number of workers"}
+        if len(self.playing) >= MOST:
+            return {"refused": f"{MOST} machines play already"}
         rank, self._next_rank = self._next_rank, self._next_rank + workers
         self.playing[request.sender] = {"workers": workers}
         self._write("machine", what="joined", machine=request.sender, workers=workers, rank=rank)
@@ -58,9 +63,10 @@ class Guests:
 
     def _protocol(self, request: Message) -> dict[str, Any]:
         """What a machine generated and how long it took, as it goes and at its end."""
-        figures = {name: request.meta.get(name, 0) for name in _FIGURES}
-        last, cause = bool(request.meta.get("last")), str(request.meta.get("cause", ""))
-        self.playing[request.sender] = figures
+        figures = {name: _number(request.meta.get(name)) for name in _FIGURES}
+        last, cause = bool(request.meta.get("last")), str(request.meta.get("cause", ""))[:_WORDS]
+        if len(self.playing) < MOST:  # also one that joined an earlier life of this run
+            self.playing[request.sender] = figures
         self._write("machine", what="left" if last else "protocol", machine=request.sender, cause=cause, **figures)
         if last:
             self.playing.pop(request.sender, None)
@@ -68,9 +74,16 @@ class Guests:
         return {"heard": True}
 
     def _refused(self, request: Message) -> None:
-        why = str(request.meta.get("why", ""))
+        why = str(request.meta.get("why", ""))[:_WORDS]
         self._write("machine", what="refused", machine=request.sender, why=why)
         self._say(f"{request.sender} cannot play: {why}")
 
     def _unknown(self, request: Message) -> dict[str, Any]:
-        return {"refused": f"{request.kind!r} is nothing that is asked here"}
+        return {"refused": f"{request.kind[:_WORDS]!r} is nothing that is asked here"}
+
+
+def _number(value: Scalar | None) -> int | float:
+    """A figure as it should be, or 0: what a message says is not trusted."""
+    if isinstance(value, bool | str) or value is None or not math.isfinite(value) or not 0 <= value < 2**53:
+        return 0
+    return value
