@@ -35,7 +35,9 @@ class Rig:
         self._open.append(hub)
         return hub
 
-    def worker(self, hub: RabbitHub, name: str = "worker-0", on_wait: Callable[[], None] = lambda: None) -> RabbitMailbox:
+    def worker(
+        self, hub: RabbitHub, name: str = "worker-0", on_wait: Callable[[], None] = lambda: None
+    ) -> RabbitMailbox:
         spec: LinkSpec = json.loads(json.dumps(hub.connect(name)))
         worker = RabbitMailbox(spec, self.address, on_wait)
         self._open.append(worker)
