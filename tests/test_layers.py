@@ -28,6 +28,7 @@ BRANCHES = {
     "forkserver": "errors forkwire",
     "deaths": "forkwire",
     "supervisor": "errors pulse deaths forkwire forkserver",  # keeps processes alive, whatever they do
+    "broker": "errors",  # a node of RabbitMQ, for whoever connects to it
     "presets": "",
 }
 # The house, where the branches meet; lowest first, and each row sees everything below it.

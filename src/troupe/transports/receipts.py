@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Final
 
 from troupe.types import Message
+
+_GAPS: Final = 1024  # numbers of a sender that are remembered as missing
 
 
 @dataclass(slots=True)
@@ -23,21 +26,46 @@ class Receipts:
     corrupted: int = 0  # records or frames that were damaged: not delivered
     last_damage: str = ""  # what was wrong with the newest of those frames
     _newest: dict[str, tuple[int, int]] = field(default_factory=dict, repr=False)  # sender -> incarnation, sequence
+    _gaps: dict[str, set[int]] = field(default_factory=dict, repr=False)  # sender -> numbers that did not come
 
-    def accept(self, message: Message, size: int) -> bool:
-        """Count `message` of `size` bytes; whether it is to be delivered."""
+    def accept(self, message: Message, size: int, *, redelivered: bool = False) -> bool:
+        """Count `message` of `size` bytes; whether it is to be delivered.
+
+        `redelivered`: another receiver had it before and did not finish. It then may fill a gap.
+        """
         incarnation, sequence = self._newest.get(message.sender, (-1, 0))
         if message.incarnation < incarnation:
             self.stale += 1
             return False
         if message.incarnation > incarnation:
             sequence = 0
+            self._gaps.pop(message.sender, None)
         if message.sequence:
             if message.sequence <= sequence:
-                self.duplicates += 1
-                return False
-            self.lost += message.sequence - sequence - 1
-        self._newest[message.sender] = (message.incarnation, message.sequence or sequence)
+                if not (redelivered and self._fills_gap(message)):
+                    self.duplicates += 1
+                    return False
+            else:
+                self._miss(message.sender, sequence + 1, message.sequence)
+                sequence = message.sequence
+        self._newest[message.sender] = (message.incarnation, sequence)
         self.messages += 1
         self.bytes += size
+        return True
+
+    def _miss(self, sender: str, first: int, end: int) -> None:
+        if first == end:
+            return
+        self.lost += end - first
+        gaps = self._gaps.setdefault(sender, set())
+        gaps.update(range(max(first, end - _GAPS), end))
+        if len(gaps) > _GAPS:
+            self._gaps[sender] = set(sorted(gaps)[-_GAPS:])
+
+    def _fills_gap(self, message: Message) -> bool:
+        gaps = self._gaps.get(message.sender, set())
+        if message.sequence not in gaps:
+            return False
+        gaps.remove(message.sequence)
+        self.lost -= 1
         return True
