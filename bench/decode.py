@@ -1,4 +1,4 @@
-"""How fast experience is read: Troupe's frames beside JSON lists of lists, as the original Executor and Worker had them.
+"""How fast experience is read: Troupe's frames beside JSON lists of lists, as the original Executor and Worker sent.
 
     python bench/decode.py --out bench/results/decode.json
 
@@ -58,7 +58,8 @@ def main() -> None:
     rollout = experience()
     shape = RolloutShape(STEPS, LANES, (8,), "float32", ())
     frame = b"".join(encode(pack_rollout(rollout, run="r", sender="a", incarnation=0, sequence=1, meta={})))
-    pairs = [[o.tolist(), int(a)] for o, a in zip(rollout.observations[:-1].reshape(-1, 8), rollout.actions.flat, strict=True)]
+    seen, taken = rollout.observations[:-1].reshape(-1, 8), rollout.actions.flat
+    pairs = [[observation.tolist(), int(action)] for observation, action in zip(seen, taken, strict=True)]
     text = json.dumps(pairs).encode()
 
     def arrays(rows: list[Any]) -> tuple[Any, Any]:
@@ -70,7 +71,8 @@ def main() -> None:
     both = rollout.observations[:-1].nbytes + rollout.actions.nbytes  # what either hands to the learner
     result = {
         "steps": STEPS * LANES, "frame_bytes": len(frame), "json_bytes": len(text),
-        "troupe_us": round(1e6 * ours, 1), "json_us": round(1e6 * theirs, 1), "msgspec_json_us": round(1e6 * quickest, 1),
+        "troupe_us": round(1e6 * ours, 1), "json_us": round(1e6 * theirs, 1),
+        "msgspec_json_us": round(1e6 * quickest, 1),
         "troupe_gb_per_s": round(len(frame) / ours / 1e9, 2), "json_gb_per_s": round(both / theirs / 1e9, 4),
         "times_json": round(theirs / ours, 1), "times_msgspec_json": round(quickest / ours, 1),
     }  # fmt: skip

@@ -34,9 +34,10 @@ BRANCHES = {
 # The house, where the branches meet; lowest first, and each row sees everything below it.
 HOUSE = (
     "resolve build books panel eventfiles watchdog warmup signals",
-    "reviews parts",
-    "cast",
-    "launch",
+    "reviews parts task addresses",
+    "cast guests",
+    "front",
+    "launch join",
     "api",
     "video doctor catalogue figures study",
     "tables",

@@ -188,7 +188,8 @@ class _Show:
             seats = len(self.scheme.parts(self.config))
             commons = Commons.create(self.algorithm.parameters, seats, steps=self.books.steps)
         return Stage(
-            self.config, self.config.share or self.run.name, self.goal, self.books.life, self.run.path / "stage", commons,
+            self.config, self.config.share or self.run.name, self.goal, self.books.life, self.run.path / "stage",
+            commons,
             Region(reserve("troupe-replay", self.replay_bytes)) if self.replay_bytes else None,
         )  # fmt: skip
 

@@ -182,14 +182,36 @@ class Line(Mailbox, Protocol):
     def stopping(self) -> bool: ...
 
 
-def _line(spec: Any, given: Iterator[int], pulse: Pulse, on_wait: Callable[[], None]) -> Line:
-    """Towards a hub of this machine, by its descriptors, or towards one beyond a broker, by the broker's address."""
-    if "broker" not in spec:
-        return SharedMailbox(spec, [next(given) for _ in range(4)], on_wait=pulse.touch)
-    from troupe.transports.amqp import Address  # brings pika, which few runs need
-    from troupe.transports.rabbitmq import RabbitMailbox
+class Lines:
+    """All mailboxes of a process that plays a part, and its pulse while they wait."""
 
-    return RabbitMailbox(spec, Address.parse(spec["broker"]), on_wait)
+    def __init__(self, specs: list[Any], given: Iterator[int], pulse: Pulse) -> None:
+        """`given`: the descriptors of those that are links to a hub of this machine."""
+        self._pulse = pulse
+        self.all: list[Line] = []
+        for spec in specs:
+            if "broker" in spec:
+                self.all.append(self._beyond(spec))
+            else:
+                self.all.append(SharedMailbox(spec, [next(given) for _ in range(4)], on_wait=pulse.touch))
+
+    def _beyond(self, spec: Any) -> Line:
+        """Towards a hub beyond a broker."""
+        from troupe.transports.amqp import Address  # brings pika, which few runs need
+        from troupe.transports.rabbitmq import RabbitMailbox
+
+        return RabbitMailbox(spec, Address.parse(spec["broker"]), self.on_wait)
+
+    @property
+    def stopping(self) -> bool:
+        """Somebody told this process to end."""
+        return any(mailbox.stopping for mailbox in self.all)
+
+    def on_wait(self) -> None:
+        """A sign of life; ends the wait, by an exception, when the run is stopping."""
+        if self.stopping:
+            raise PeerLost("the run is stopping")
+        self._pulse.touch()
 
 
 def enter(payload: dict[str, Any], fds: list[int]) -> None:
@@ -198,19 +220,8 @@ def enter(payload: dict[str, Any], fds: list[int]) -> None:
     given = iter(fds)
     pulse = Pulse.attach(next(given))
     stage = Stage.rebuilt(payload["stage"], given)
-    own: list[Line] = []
-
-    def stopping() -> bool:
-        return any(mailbox.stopping for mailbox in own)
-
-    def on_wait() -> None:
-        if stopping():
-            raise PeerLost("the run is stopping")
-        pulse.touch()
-
-    for spec in payload["links"]:
-        own.append(_line(spec, given, pulse, on_wait))
-    links: dict[str, Mailbox] = {mailbox.hub: mailbox for mailbox in own}
+    lines = Lines(payload["links"], given, pulse)
+    links: dict[str, Mailbox] = {mailbox.hub: mailbox for mailbox in lines.all}
     if payload["hub"]:
         links["self"] = HubMailbox.attach(payload["hub"], given)
 
@@ -220,16 +231,16 @@ def enter(payload: dict[str, Any], fds: list[int]) -> None:
 
     incarnation = stage.life * LIVES + payload["incarnation"]
     part = Part(payload["role"], payload["rank"], at=payload["at"])
-    loop = perform(part, stage, links, incarnation, beat, on_wait)
+    loop = perform(part, stage, links, incarnation, beat, lines.on_wait)
     beat(0)  # everything is built: ready
     try:
         for _ in loop:
             pulse.touch()
-            if stopping():
+            if lines.stopping:
                 break
     except PeerLost:
-        if not stopping():
+        if not lines.stopping:
             raise
     pulse.beat(Phase.DONE)
-    for mailbox in own:
+    for mailbox in lines.all:
         mailbox.close()

@@ -32,7 +32,13 @@ class Task(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
 
 
 def describe(
-    config: Config, run: str, goal: Goal, life: int, algorithm: Algorithm, spaces: tuple[str, str], link: dict[str, Json]
+    config: Config,
+    run: str,
+    goal: Goal,
+    life: int,
+    algorithm: Algorithm,
+    spaces: tuple[str, str],
+    link: dict[str, Json],
 ) -> Task:
     """What this learner wants played."""
     plain = {**to_dict(config), "via": "", "name": ""}  # the address is the machine's own, and it may hold a password

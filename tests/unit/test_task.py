@@ -1,4 +1,4 @@
-"""What a machine checks before it plays for somebody else: whatever differs is named, and no code comes in a message."""
+"""What a machine checks before it plays for others: whatever differs is named, and no code comes in a message."""
 
 from __future__ import annotations
 
