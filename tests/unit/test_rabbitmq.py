@@ -88,7 +88,7 @@ def test_of_several_learners_the_newest_of_each_is_read_in_turn(rig: Rig) -> Non
         one.mailbox().publish("weights", rig.weights(version, "learner"))
     two.mailbox().publish("weights", rig.weights(9, "second"))
     board = worker._topics["weights"]
-    wait_for(lambda: {s: m.version for s, m in board.fresh.items()} == {"learner": 3, "second": 9})
+    wait_for(lambda: {s: m.version for s, m in board.fresh.items()} == {"learner": 3, "second": 9}, 3.0)
     got = [worker.latest("weights"), worker.latest("weights"), worker.latest("weights")]
     assert {(m.sender, m.version) for m in got if m} == {("learner", 3), ("second", 9)}
     assert got[2] is None
@@ -100,9 +100,10 @@ def test_a_second_learner_is_refused_unless_it_shares(rig: Rig) -> None:
     with pytest.raises(UserError, match=r"another learner leads it.*share its queue"):
         rig.hub()
     assert time.monotonic() - began < 2.0
-    rig.hub(name="second", share=True)
-    with pytest.raises(UserError, match="another learner named 'second' shares it"):
-        rig.hub(name="second", share=True)
+    for name in ("second", "third", "fourth"):
+        rig.hub(name=name, share=True)
+    with pytest.raises(UserError, match="4 learners share it"):
+        rig.hub(name="fifth", share=True)
 
 
 def test_whoever_shares_agrees_about_the_queue(rig: Rig) -> None:

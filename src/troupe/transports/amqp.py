@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import socket
 import ssl
 from collections.abc import Iterator
@@ -23,6 +24,9 @@ _CONNECT_TIMEOUT_S: Final = 5.0  # TCP, for each address of the host
 _HANDSHAKE_TIMEOUT_S: Final = 10.0  # TCP, TLS and AMQP together
 _PORTS: Final = {"amqp": 5672, "amqps": 5671}
 _FORM: Final = "the form is amqp://user:password@host:port/vhost, percent-encoded"
+
+# Whatever ends a handshake, pika makes a guess of its own of it and keeps the broker's words only as text.
+_CLOSED: Final = re.compile(r"ConnectionClosedByBroker: \((\d+)\) ['\"](.*?)['\"]\W*$")
 
 logging.getLogger("pika").setLevel(logging.CRITICAL + 1)  # it prints the traceback of every refused connection
 
@@ -107,20 +111,11 @@ def explained(error: BaseException, address: Address) -> TroupeError:
             )
         if isinstance(cause, exceptions.ChannelClosedByBroker):
             return _of_channel(cause.reply_code, cause.reply_text, address)
-        if isinstance(cause, exceptions.ProbableAuthenticationError | exceptions.AuthenticationError):
-            return _bad_password(address)
-    for cause in causes:
         if isinstance(cause, exceptions.ConnectionClosedByBroker):
             return _of_connection(cause.reply_code, cause.reply_text, address)
-    for cause in causes:
-        if isinstance(cause, ssl.SSLError | exceptions.IncompatibleProtocolError):
-            wanted = "TLS" if address.tls else "AMQP without TLS"
-            return ConfigError(f"{address}: what answers there does not speak {wanted}: check the port, and the scheme")
-        if isinstance(cause, socket.gaierror):
-            return PeerLost(f"{address}: there is no host of that name: check the address")
-    reasons = [str(cause.strerror) for cause in causes if isinstance(cause, OSError) and cause.strerror]
-    why = reasons[-1] if reasons else type(causes[-1]).__name__
-    return PeerLost(f"{address}: no broker answers there ({why}): start one with  troupe broker, or check the address")
+        if isinstance(cause, exceptions.AMQPConnectionError) and (said := _CLOSED.search(str(cause))):
+            return _of_connection(int(said[1]), said[2], address)
+    return _of_socket(causes, address)
 
 
 def _what_is_wrong(host: str | None, port: int | None) -> str:
@@ -150,6 +145,21 @@ def _bad_password(address: Address) -> ConfigError:
     return ConfigError(
         f"{address}: the broker refuses the user {address.user!r} or the password: check both in the address"
     )
+
+
+def _of_socket(causes: list[BaseException], address: Address) -> TroupeError:
+    for cause in causes:
+        if isinstance(cause, ssl.SSLError):
+            return ConfigError(f"{address}: what answers there does not speak TLS: check the port, or write amqp://")
+        if isinstance(cause, exceptions.IncompatibleProtocolError):
+            return PeerLost(f"{address}: what answers there does not speak AMQP: check the port; for TLS write amqps://")
+        if isinstance(cause, socket.gaierror):
+            return PeerLost(f"{address}: there is no host of that name: check the address")
+        if isinstance(cause, exceptions.StreamLostError | exceptions.AMQPHeartbeatTimeout):
+            return PeerLost(f"{address}: the connection to the broker was lost: it is tried again")
+    reasons = [str(cause.strerror) for cause in causes if isinstance(cause, OSError) and cause.strerror]
+    why = reasons[-1] if reasons else type(causes[-1]).__name__
+    return PeerLost(f"{address}: no broker answers there ({why}): start one with  troupe broker, or check the address")
 
 
 def _of_connection(code: int, text: str, address: Address) -> TroupeError:

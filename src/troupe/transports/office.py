@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -15,6 +15,7 @@ from troupe.types import Message
 
 EVERYBODY: Final = "troupe.meta"  # the exchange that reaches the learner of every run
 DESK: Final = "troupe.desk."  # begins the names of the queues where answers are waited for
+LEARNERS: Final = 4  # that may share a run; each publishes in a slot of its own
 DONE: Final = "done"  # the topic that tells workers to stop
 HELLO: Final = "hello"  # the question of a worker that wants the newest of each topic
 REPLY_TO: Final = "reply_to"  # in the meta of any other question: where its answer is waited for
@@ -60,9 +61,15 @@ class Office:
         """The name on the broker of `what` this run has."""
         return f"troupe.{self.run}.{what}"
 
-    def model(self, topic: str) -> str:
-        """The exchange of `topic`."""
-        return self.name(f"model.{topic}")
+    def model(self, topic: str, slot: int = 0) -> str:
+        """The exchange of `topic`: one for each learner, or in a queue of length 1 they would push each other out."""
+        return self.name(f"model.{topic}.{slot}" if slot else f"model.{topic}")
+
+    def models(self, topics: Iterable[str]) -> Iterator[tuple[str, int, str]]:
+        """Topic, slot and exchange of all of them."""
+        for topic in topics:
+            for slot in range(1 if topic == DONE else LEARNERS):
+                yield topic, slot, self.model(topic, slot)
 
     def data_queue(self) -> Queue:
         """Where the workers' experience waits, first come, first served."""

@@ -51,7 +51,7 @@ class RabbitMailbox:
         self.stopping = False  # the hub asked everybody to stop
         self._on_wait = on_wait
         self._topics = {topic: _Board() for topic in (*spec["topics"], DONE)}
-        self._queues: dict[str, str] = {}  # topic -> our queue, another one for each connection
+        self._queues: dict[str, str] = {}  # topic and slot -> our queue, another one for each connection
         self._damaged: deque[str] = deque(maxlen=_DAMAGED)
         self._backlog, window = _BACKLOG[self.office.mode]
         self._data, self._hello = Lane(window), Lane()
@@ -127,10 +127,9 @@ class RabbitMailbox:
         return [Exchange(self.office.name("meta"))]
 
     def _consuming(self) -> Topology:
-        for topic in self._topics:
-            exchange = self.office.model(topic)
+        for topic, slot, exchange in self.office.models(self._topics):
             queue = f"{exchange}.{self.name}.{secrets.token_hex(4)}"
-            self._queues[topic] = queue
+            self._queues[f"{topic}/{slot}"] = queue
             yield from (Exchange(exchange), Queue(queue, ours=True, arguments={"x-max-length": 1}))
             yield from (Binding(queue, exchange), Consumer(queue, 1, lambda delivery, t=topic: self._news(t, delivery)))
         private = self.office.private_queue(self.name)

@@ -18,7 +18,7 @@ from troupe.transports.amqp import Address, Locked
 from troupe.transports.codec import MAX_MESSAGE_BYTES
 from troupe.transports.intake import Intake, why_not
 from troupe.transports.lanes import Lane, Parcel
-from troupe.transports.office import DESK, DONE, EVERYBODY, HELLO, QUESTION, REPLY_TO, Office, checked, unseal
+from troupe.transports.office import DESK, DONE, EVERYBODY, HELLO, LEARNERS, QUESTION, REPLY_TO, Office, checked, unseal
 from troupe.transports.rabbit_worker import LinkSpec, RabbitMailbox
 from troupe.transports.topology import Binding, Consumer, Delivery, Exchange, Queue, Topology
 from troupe.transports.wire import Wire
@@ -66,7 +66,7 @@ class RabbitHub:
     ) -> None:
         self.name, self.topics = checked(name, "learner"), dict(topics or {})
         self.office = Office(run, mode, max_length, max_length_bytes, prefetch, max_message_bytes)
-        self._share, self._leads = share, True
+        self._share, self._slot = share, 0
         self._private: set[str] = set()  # queues of the workers that were connected
         self._asked: deque[Message] = deque(maxlen=_REQUESTS)
         self._answers = Lane(window=8)
@@ -78,7 +78,7 @@ class RabbitHub:
         try:
             self._wire.start(timeout_s)
         except Locked:
-            what = f"another learner named {name!r} shares it" if share else "another learner leads it"
+            what = f"{LEARNERS} learners share it" if share else "another learner leads it"
             raise UserError(
                 f"{address}: the run {run!r} is taken, {what}: stop that one, choose another run id, or share its queue"
             ) from None
@@ -135,20 +135,20 @@ class RabbitHub:
 
     def _publishing(self) -> Topology:
         return [
-            *(Exchange(self.office.model(topic)) for topic in (*self.topics, DONE)),
+            *(Exchange(exchange) for _, _, exchange in self.office.models((*self.topics, DONE))),
             *(self.office.private_queue(name) for name in list(self._private)),
         ]
 
     def _consuming(self) -> Topology:
         office = self.office
-        mine = "" if self._leads else f".{self.name}"
+        mine = f".{self._slot}" if self._slot else ""
         lead = Queue(office.name(f"lead{mine}"), ours=True, arguments={"x-max-length": 0})
         meta, ask_all = office.meta_queue(office.name(f"meta{mine}")), Exchange(office.name("meta"))
         yield lead  # first of all: who does not get it touches nothing else
-        for topic in (*self.topics, DONE):
-            yield from (Exchange(office.model(topic)), Binding(lead.name, office.model(topic)))
+        for _, _, exchange in office.models((*self.topics, DONE)):
+            yield from (Exchange(exchange), Binding(lead.name, exchange))  # which keeps it while there is no worker
         yield from (ask_all, meta, Binding(meta.name, ask_all.name))
-        if self._leads:
+        if not self._slot:
             yield from (Exchange(EVERYBODY, kept=True), Binding(meta.name, EVERYBODY))
         yield from (office.data_queue(), office.dead_queue())
         yield Consumer(meta.name, 16, self._hear)
@@ -156,14 +156,14 @@ class RabbitHub:
 
     def _came_up(self) -> None:
         """In the wire's thread: who connected to the broker before us missed what we published last."""
-        self._leads = True  # tried again first, should the connection be lost
+        self._mailbox.slot, self._slot = self._slot, 0  # the lead is tried for first, should the connection be lost
         self._mailbox.republish()
         self.depth()
 
-    def _locked_out(self) -> None:
-        """In the wire's thread: another learner leads."""
-        if self._share:
-            self._leads = False
+    def _locked_out(self) -> bool:
+        """In the wire's thread: another learner has that slot; whether there is another to try."""
+        self._slot = (self._slot + 1) % LEARNERS if self._share else 0
+        return self._slot > 0
 
     def _hear(self, delivery: Delivery) -> None:
         """In the wire's thread: somebody asks."""
@@ -194,9 +194,10 @@ class HubMailbox:
         self.receipts = self.intake.receipts
         self.damaged: deque[str] = deque(maxlen=_REQUESTS)  # what the wire's thread found, until it is counted
         self._office, self._topics, self._wire = office, topics, wire
+        self.slot = 0  # among the learners of the run
         self._life, self._edition = secrets.token_hex(8), 0
-        self._newest: dict[str, Parcel] = {}
-        self._topic_lanes = {topic: Lane() for topic in (*topics, DONE)}
+        self._newest: dict[str, tuple[bytes, dict[str, Any]]] = {}  # topic -> frame, headers
+        self._lanes = {topic: Lane() for topic in (*topics, DONE)}
         self._private_lanes: dict[str, Lane] = {}
         self._hellos, self._dead = Lane(window=8), Lane(window=8)
 
@@ -248,23 +249,26 @@ class HubMailbox:
 
     def republish(self) -> None:
         """Every topic's newest once more; whoever has it already knows by its edition."""
-        for topic, parcel in list(self._newest.items()):
-            again = Parcel(parcel.body, exchange=parcel.exchange, headers=parcel.headers, kept=False)
-            self._wire.post(self._topic_lanes[topic], again, instead=True)
+        for topic in list(self._newest):
+            self._post(topic)
 
     def greet(self, hello: Message) -> None:
-        """The newest of each topic to one worker: topic -> its queue is what the hello says."""
-        for topic, queue in hello.meta.items():
-            parcel = self._newest.get(topic)
-            if parcel and str(queue).startswith(f"{self._office.model(topic)}.") and len(self._hellos) < _HELLOS:
-                own = Parcel(parcel.body, key=str(queue), headers=parcel.headers, kept=False)
-                self._wire.post(self._hellos, own)
+        """The newest of each topic to one worker: topic and slot -> its queue is what the hello says."""
+        for topic, (frame, headers) in list(self._newest.items()):
+            slot = 0 if topic == DONE else self.slot
+            queue = str(hello.meta.get(f"{topic}/{slot}", ""))
+            if queue.startswith(f"{self._office.model(topic, slot)}.") and len(self._hellos) < _HELLOS:
+                self._wire.post(self._hellos, Parcel(frame, key=queue, headers=headers, kept=False))
 
     def _put(self, topic: str, frame: bytes, headers: dict[str, Any]) -> None:
         self._edition += 1
-        headers |= {"life": self._life, "edition": self._edition}
-        self._newest[topic] = Parcel(frame, exchange=self._office.model(topic), headers=headers, kept=False)
-        self._wire.post(self._topic_lanes[topic], self._newest[topic], instead=True)
+        self._newest[topic] = frame, {**headers, "life": self._life, "edition": self._edition}
+        self._post(topic)
+
+    def _post(self, topic: str) -> None:
+        frame, headers = self._newest[topic]
+        exchange = self._office.model(topic, 0 if topic == DONE else self.slot)
+        self._wire.post(self._lanes[topic], Parcel(frame, exchange, headers=headers, kept=False), instead=True)
 
     def _bury(self, delivery: Delivery, why: str) -> None:
         if len(self._dead) < _REQUESTS:

@@ -36,7 +36,7 @@ class Wire:
         publishing: Callable[[], Topology],
         consuming: Callable[[], Topology],
         on_up: Callable[[], None] = lambda: None,
-        on_locked: Callable[[], None] = lambda: None,
+        on_locked: Callable[[], bool] = lambda: False,
     ) -> None:
         self.address = address
         self.condition = threading.Condition()  # of everything that both threads change
@@ -230,13 +230,12 @@ class Wire:
         if self._leaving:
             if self._publishing.gone and self._consuming.gone:
                 self._loop.stop()
-        elif end.error is not None and not end.up:
-            if isinstance(explained(end.error, self.address), Locked):
-                self._on_locked()
-            if end.closed:
-                first, longest = _BACK_OFF_S
-                delay_s = min(longest, first * 2 ** min(end.attempts, 10)) * random.uniform(0.5, 1.0)
-                self._loop.call_later(delay_s, lambda: self._leaving or end.connect())
+        elif end.error is not None and end.closed:
+            first, longest = _BACK_OFF_S
+            delay_s = min(longest, first * 2 ** min(end.attempts, 10)) * random.uniform(0.5, 1.0)
+            if isinstance(explained(end.error, self.address), Locked) and self._on_locked():
+                delay_s = 0.0
+            self._loop.call_later(delay_s, lambda: self._leaving or end.connect())
         if end is self._publishing:
             self.blocked = False
             if end.up:
