@@ -20,7 +20,7 @@ import torch
 
 from troupe import panel
 from troupe.books import Books
-from troupe.build import build_algorithm, build_player, env_spec, replay_bytes, rollout_shape, rollout_steps
+from troupe.build import build_algorithm, build_player, cargo, env_spec, replay_bytes, rollout_steps
 from troupe.cast import Cast, ProcessCast, SerialCast
 from troupe.checkpoints import SaveFailed
 from troupe.commons import Commons
@@ -35,7 +35,7 @@ from troupe.ports import Algorithm
 from troupe.region import Region, reserve
 from troupe.resolve import check_pairs
 from troupe.reviews import Reviews
-from troupe.roles.cargo import RolloutShape
+from troupe.roles.cargo import Cargo
 from troupe.roles.play import Player
 from troupe.rundir import RunDir
 from troupe.schemes import SCHEMES
@@ -72,7 +72,7 @@ class Prepared:
     config: Config
     goal: Goal
     algorithm: Algorithm
-    shape: RolloutShape
+    shape: Cargo
     replay_bytes: int  # of the experience that all workers share; 0 where each keeps its own
 
     def facts(self) -> dict[str, Any]:
@@ -94,7 +94,7 @@ def prepare(config: Config) -> Prepared:
         goal = parse_goal(config.until, config.solved_at if config.solved_at is not None else threshold)
         algorithm = build_algorithm(config, env.observation_space, env.action_space)
         cuts(len(algorithm.parameters.vector), config.shards)  # refuses more than there are weights for
-        shape = rollout_shape(config, env.observation_space, env.action_space)
+        shape = cargo(config, env.observation_space, env.action_space)
         return Prepared(config, goal, algorithm, shape, replay_bytes(config, env.observation_space))
     finally:
         env.close()
