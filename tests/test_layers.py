@@ -15,12 +15,12 @@ PACKAGE = Path(__file__).parents[1] / "src" / "troupe"
 # Lowest first: a module may see the rows above its own, and nothing beside it.
 FOUNDATION = (
     "types errors",
-    "seeding parameters nets returns transitions region config journal checkpoints",
+    "seeding parameters nets returns transitions episodes region config journal checkpoints",
     "ports envs pulse goal rundir replay plain commons",
 )
 # The branches: what of the foundation each may see, besides itself. `schemes` is the one that stands on another branch.
 BRANCHES = {
-    "algos": "types errors seeding parameters nets returns transitions replay plain",  # maths: no role, no scheme
+    "algos": "types errors seeding parameters nets returns transitions episodes replay plain",  # no role, no scheme
     "roles": "types errors seeding ports envs",  # loops: are handed an algorithm and a mailbox already built
     "schemes": "types errors parameters ports config commons roles",
     "transports": "types errors ports region",  # carry messages, whatever is in them
@@ -34,7 +34,7 @@ BRANCHES = {
 # The house, where the branches meet; lowest first, and each row sees everything below it.
 HOUSE = (
     "resolve build books panel eventfiles watchdog warmup signals",
-    "reviews parts task addresses",
+    "reviews parts task addresses prepare",
     "cast guests",
     "front",
     "launch join",

@@ -22,8 +22,9 @@ from troupe.checkpoints import Checkpoint
 from troupe.config import HELD_FIXED, Config, to_dict
 from troupe.envs import as_observation, make_reference, to_action
 from troupe.errors import ConfigError, RunDirError, UserError
-from troupe.launch import Outcome, prepare
+from troupe.launch import Outcome
 from troupe.launch import train as launch
+from troupe.prepare import prepare
 from troupe.resolve import flat as flat
 from troupe.resolve import resolve
 from troupe.roles.evaluator import Evaluation, evaluate, evaluation_seeds

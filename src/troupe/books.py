@@ -12,7 +12,7 @@ import numpy as np
 
 from troupe.goal import Goal
 from troupe.roles.report import Report
-from troupe.types import Array, Json, Message, Metrics, Rollout, State
+from troupe.types import Array, Episodes, Json, Message, Metrics, Rollout, State
 
 WINDOW = 100  # episodes of the training mean that is shown and that calls for an evaluation
 PROGRESS_S = 1.0  # between two progress lines of the journal
@@ -64,19 +64,19 @@ class Books:
 
     # What roles tell -------------------------------------------------------------------------------------------------
 
-    def played(self, rollout: Rollout, message: Message | None = None) -> None:
-        """Count the rollout; its episodes go into the journal, each one."""
+    def played(self, played: Rollout | Episodes, message: Message | None = None) -> None:
+        """Count it; the episodes that ended go into the journal, each one."""
         sender = message.sender if message else self.me
-        steps = rollout.steps
+        steps = played.steps
         self.steps += steps
         self.contributed[sender] += steps
         if message:
             self.ledger["messages"] += 1
             self.ledger["trained"] += 1
-            self.lags.append(self.version - rollout.version)
+            self.lags.append(self.version - played.version)
             for part in ("play", "wait", "send"):
                 self.divisions[sender].seconds[part] += float(message.meta.get(f"{part}_s", 0.0))
-        self._tell_episodes(sender, rollout.episode_returns, rollout.episode_lengths)
+        self._tell_episodes(sender, played.episode_returns, played.episode_lengths)
 
     def reported(self, sender: str, report: Report) -> None:
         """What a worker did that learns by itself."""

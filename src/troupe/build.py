@@ -14,11 +14,12 @@ from gymnasium import spaces
 from troupe import envs
 from troupe.algos import algorithm_class
 from troupe.config import Config
+from troupe.episodes import most_steps
 from troupe.nets import NetSpec, observation_dtype
 from troupe.parameters import Parameters
 from troupe.ports import Algorithm
 from troupe.replay import ReplayShape, check_fits
-from troupe.roles.cargo import RolloutShape
+from troupe.roles.cargo import Cargo, EpisodesShape, RolloutShape
 from troupe.roles.play import Player
 from troupe.seeding import Seeds
 from troupe.types import Place
@@ -79,7 +80,11 @@ def build_player(
     return Player(delayed, seeds.stream("play", rank, incarnation), beat=beat)
 
 
-def rollout_shape(config: Config, observation: spaces.Space[Any], action: spaces.Space[Any]) -> RolloutShape:
-    """What every rollout of this run looks like."""
+def cargo(config: Config, observation: spaces.Space[Any], action: spaces.Space[Any]) -> Cargo:
+    """What every message of this run that brings experience looks like."""
     dtype = str(envs.as_observation(observation.sample(), observation).dtype)
-    return RolloutShape(rollout_steps(config), config.lanes, observation.shape or (), dtype, action.shape or ())
+    steps, lanes = rollout_steps(config), config.lanes
+    shape = observation.shape or (), dtype, action.shape or ()
+    if algorithm_class(config.algo).remembers == "episodes":
+        return EpisodesShape(most_steps(lanes, steps, int(config.hyper["episode_steps"])), *shape)
+    return RolloutShape(steps, lanes, *shape)

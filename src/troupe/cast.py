@@ -14,7 +14,7 @@ from troupe.errors import EnvironmentFault, TroupeError
 from troupe.parts import EVALUATOR, LIVES, PLAYERS, Stage, perform
 from troupe.ports import Mailbox
 from troupe.pulse import Pulse
-from troupe.roles.cargo import RolloutShape
+from troupe.roles.cargo import Cargo
 from troupe.schemes.scheme import Part
 from troupe.supervisor import Event, Supervisor
 from troupe.supervisor import Part as Process
@@ -86,7 +86,7 @@ class ProcessCast:
         *,
         logs: Path,
         topics: dict[str, int],
-        shape: RolloutShape,
+        shape: Cargo,
         weights_bytes: int,
         on_event: Callable[[Event], None],
         supervisor: Supervisor | None = None,

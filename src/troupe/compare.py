@@ -20,7 +20,7 @@ from troupe.config import Config, nearest
 from troupe.errors import ConfigError, MissingExtra
 from troupe.figures import read_figures
 from troupe.goal import parse_goal
-from troupe.launch import prepare
+from troupe.prepare import prepare
 from troupe.resolve import hyper_class
 from troupe.rundir import machine, package_versions
 from troupe.schemes import SCHEMES

@@ -16,30 +16,24 @@ from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 
 from troupe import panel
 from troupe.books import Books
-from troupe.build import build_algorithm, build_player, env_spec, replay_bytes, rollout_shape, rollout_steps
+from troupe.build import build_player, rollout_steps
 from troupe.cast import Cast, ProcessCast, SerialCast
 from troupe.checkpoints import SaveFailed
 from troupe.commons import Commons
-from troupe.config import HELD_FIXED, Config
-from troupe.envs import make_reference
+from troupe.config import HELD_FIXED
 from troupe.errors import ConfigError, EnvironmentFault, TroupeError
 from troupe.eventfiles import EventFiles
-from troupe.goal import Goal, parse_goal
 from troupe.journal import Journal
 from troupe.parts import LIVES, Stage
-from troupe.ports import Algorithm
+from troupe.prepare import Prepared
 from troupe.region import Region, reserve
-from troupe.resolve import check_pairs
 from troupe.reviews import Reviews
-from troupe.roles.cargo import RolloutShape
 from troupe.roles.play import Player
 from troupe.rundir import RunDir
 from troupe.schemes import SCHEMES
-from troupe.schemes.parameter_server import cuts
 from troupe.schemes.scheme import Company
 from troupe.signals import Signals
 from troupe.supervisor import Event, Supervisor
@@ -68,43 +62,6 @@ class Outcome:
     steps: int
     seconds: float
     evaluation: panel.Evaluation | None  # of the final weights, or those that solved it
-
-
-@dataclass(frozen=True)
-class Prepared:
-    """All that can be built and refused before anything is on disk."""
-
-    config: Config
-    goal: Goal
-    algorithm: Algorithm
-    shape: RolloutShape
-    spaces: tuple[str, str]  # of observations and actions, in Gymnasium's words
-    replay_bytes: int  # of the experience that all workers share; 0 where each keeps its own
-
-    def facts(self) -> dict[str, Any]:
-        """What the manifest says of it: the seed, and the whole network."""
-        c, parameters = self.config, self.algorithm.parameters
-        return {
-            "seed": c.seed, "env": c.env, "algo": c.algo, "scheme": c.scheme, "parameters": parameters.count,
-            "network": str(self.algorithm.network).splitlines(), "fingerprint": parameters.fingerprint,
-        }  # fmt: skip
-
-
-def prepare(config: Config) -> Prepared:
-    """Build the agent and check everything that `config` asks for."""
-    torch.set_num_threads(1)
-    check_pairs(config)
-    env = make_reference(env_spec(config))
-    try:
-        threshold = getattr(env.spec, "reward_threshold", None)
-        goal = parse_goal(config.until, config.solved_at if config.solved_at is not None else threshold)
-        algorithm = build_algorithm(config, env.observation_space, env.action_space)
-        cuts(len(algorithm.parameters.vector), config.shards)  # refuses more than there are weights for
-        shape = rollout_shape(config, env.observation_space, env.action_space)
-        spaces = str(env.observation_space), str(env.action_space)
-        return Prepared(config, goal, algorithm, shape, spaces, replay_bytes(config, env.observation_space))
-    finally:
-        env.close()
 
 
 def train(

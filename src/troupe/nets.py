@@ -150,26 +150,28 @@ class _Network(nn.Module):
         return self
 
 
-class ActorCritic(_Network):
-    """A policy and a value network side by side; they share nothing but the vector."""
+class PolicyNetwork(_Network):
+    """A policy alone: the chances of each action, or the mean of a Gaussian.
 
-    def __init__(self, observation: spaces.Space[Any], action: spaces.Space[Any], spec: NetSpec) -> None:
+    The Gaussian's spread is learned with the rest, or, as whoever imitates needs it, set from outside.
+    """
+
+    log_std: Tensor  # [A]
+
+    def __init__(
+        self, observation: spaces.Space[Any], action: spaces.Space[Any], spec: NetSpec, *, learned_std: bool = True
+    ) -> None:
         super().__init__()
         self.continuous = isinstance(action, spaces.Box)
         self.action_start = int(action.start) if isinstance(action, spaces.Discrete) else 0
         self.actions = outputs = action_size(action)
         policy, size = body(observation, spec)
         self.policy = nn.Sequential(policy, _linear(size, outputs, 0.01))  # near-uniform at the start
-        value, size = body(observation, spec)
-        self.value = nn.Sequential(value, _linear(size, 1, 1.0))
-        if self.continuous:
+        if self.continuous and learned_std:
             self.log_std = nn.Parameter(torch.zeros(outputs))
+        elif self.continuous:
+            self.register_buffer("log_std", torch.zeros(outputs))
         self._settle()
-
-    def values(self, observations: Tensor) -> Tensor:
-        """V(o), [N]."""
-        out: Tensor = self.value(observations)
-        return out.squeeze(-1)
 
     def log_prob_entropy(self, observations: Tensor, actions: Tensor) -> tuple[Tensor, Tensor]:
         """log pi(a|o) and the entropy of pi(.|o), [N] each."""
@@ -183,12 +185,19 @@ class ActorCritic(_Network):
         chosen = log_p.gather(-1, (actions - self.action_start)[:, None]).squeeze(-1)
         return chosen, -(log_p.exp() * log_p).sum(-1)
 
-    def act(self, observations: Array, rng: np.random.Generator, *, greedy: bool) -> tuple[Array, Array]:
-        """Actions and their log-probabilities; numpy samples, since the random stream is ours to save."""
+    def act(
+        self, observations: Array, rng: np.random.Generator, *, greedy: bool, temperatures: Array | None = None
+    ) -> tuple[Array, Array]:
+        """Actions and their log-probabilities; numpy samples, since the random stream is ours to save.
+
+        `temperatures`, [N]: how much flatter than the policy to choose.
+        """
         with torch.inference_mode():
             out = self.policy(torch.from_numpy(observations)).numpy()
         if self.continuous:
-            return self._act_gaussian(out, rng, greedy=greedy)
+            return self._act_gaussian(out, rng, greedy=greedy, temperatures=temperatures)
+        if temperatures is not None:
+            out /= temperatures[:, None]
         out -= out.max(-1, keepdims=True)
         weights = np.exp(out)
         edges = weights.cumsum(-1)
@@ -200,11 +209,30 @@ class ActorCritic(_Network):
         log_probs = np.take_along_axis(out, chosen[:, None], -1)[:, 0] - np.log(edges[:, -1])
         return chosen + self.action_start, log_probs
 
-    def _act_gaussian(self, mean: Array, rng: np.random.Generator, *, greedy: bool) -> tuple[Array, Array]:
+    def _act_gaussian(
+        self, mean: Array, rng: np.random.Generator, *, greedy: bool, temperatures: Array | None
+    ) -> tuple[Array, Array]:
         log_std = self.log_std.detach().numpy()
+        if temperatures is not None:
+            log_std = log_std + np.log(temperatures)[:, None]
         z = np.zeros_like(mean) if greedy else rng.standard_normal(mean.shape, np.float32)
         log_probs = (-0.5 * z * z - log_std - 0.5 * math.log(2 * math.pi)).sum(-1)
         return mean + z * np.exp(log_std), log_probs.astype(np.float32)
+
+
+class ActorCritic(PolicyNetwork):
+    """A policy and a value network side by side; they share nothing but the vector."""
+
+    def __init__(self, observation: spaces.Space[Any], action: spaces.Space[Any], spec: NetSpec) -> None:
+        super().__init__(observation, action, spec)
+        value, size = body(observation, spec)
+        self.value = nn.Sequential(value, _linear(size, 1, 1.0))
+        self._settle()
+
+    def values(self, observations: Tensor) -> Tensor:
+        """V(o), [N]."""
+        out: Tensor = self.value(observations)
+        return out.squeeze(-1)
 
 
 class QNetwork(_Network):

@@ -11,7 +11,7 @@ from gymnasium import spaces
 from torch import nn
 
 from troupe.parameters import Parameters
-from troupe.types import Array, Decision, Message, Metrics, Rollout, State, Step
+from troupe.types import Array, Decision, Episodes, Message, Metrics, Rollout, State, Step
 
 
 class Environments(Protocol):
@@ -44,12 +44,18 @@ class Algorithm(Protocol):
     lag_rollouts: int  # how many of an actor's own rollouts the weights it plays with may be behind
     weights_may_move: bool  # others may change them while a rollout is learned from
     off_policy: bool  # what is remembered stays: nobody need wait for a gradient to be made of it
+    one_learner: bool  # learns from one set of what everybody played, which no worker has for itself
+    remembers: str  # "rollouts" or "episodes": what sift makes
 
     def act(self, observations: Array, rng: np.random.Generator, *, greedy: bool = False) -> Decision:
         """Choose actions for B observations. All randomness comes from `rng`."""
 
-    def remember(self, rollout: Rollout) -> None:
-        """Keep what was played."""
+    def sift(self, rollout: Rollout) -> Rollout | Episodes | None:
+        """What of it is worth remembering, where it was played; None where nothing is. What is dropped is counted, and
+        told with the next that is not None."""
+
+    def remember(self, played: Any) -> None:
+        """Keep what `sift` made."""
 
     def batches(self) -> Iterator[object]:
         """What to learn from now, one batch a gradient; empty until there is enough."""
@@ -87,8 +93,8 @@ class Exchange(Protocol):
 class Ledger(Protocol):
     """Where a learning role accounts for what it did."""
 
-    def played(self, rollout: Rollout, message: Message | None = None) -> None:
-        """A rollout was played here, or arrived in `message`, and will be learned from."""
+    def played(self, played: Rollout | Episodes, message: Message | None = None) -> None:
+        """A rollout, or the best of several, was played here, or arrived in `message`, and will be learned from."""
 
     def rejected(self, message: Message, why: str) -> None:
         """A message was refused."""

@@ -66,6 +66,20 @@ class Rollout:
 
 
 @dataclass(frozen=True, slots=True)
+class Episodes:
+    """What is worth keeping of m episodes, one after another, and a count of everything that was played beside them."""
+
+    observations: Array  # [N, ...]
+    actions: Array  # [N] or [N, A]
+    lengths: Array  # [m] int64: steps kept of each, so they sum to N
+    returns: Array  # [m] float32, of each whole episode
+    version: int  # of the weights that acted last
+    steps: int  # environment steps played since the last message, of whatever episode
+    episode_returns: Array  # [k] float32, ended since the last message, kept or not
+    episode_lengths: Array  # [k] int64
+
+
+@dataclass(frozen=True, slots=True)
 class Message:
     """What travels: a small typed header and raw arrays."""
 

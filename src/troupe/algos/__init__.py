@@ -9,6 +9,7 @@ ALGORITHMS: dict[str, str] = {
     "a3c": "troupe.algos.a3c:A3C",
     "impala": "troupe.algos.impala:IMPALA",
     "dqn": "troupe.algos.dqn:DQN",
+    "elite": "troupe.algos.elite:Elite",
 }
 
 

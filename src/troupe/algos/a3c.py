@@ -18,6 +18,7 @@ from troupe.algos.actor_critic import (
     policy_gradient,
     samples,
     standardised,
+    whole,
 )
 from troupe.algos.options import Count, Fraction, Positive, Weight
 from troupe.nets import ActorCritic
@@ -51,6 +52,9 @@ class A3C:
     lag_rollouts = 0  # its gradient is only right for the weights that acted
     weights_may_move = True
     off_policy = False
+    one_learner = False
+    remembers = "rollouts"
+    sift = staticmethod(whole)
 
     def __init__(
         self, config: A3CConfig, network: ActorCritic, parameters: Parameters, rng: np.random.Generator, place: Place

@@ -116,6 +116,11 @@ class ActorCriticAgent:
             self.remember(Rollout(**part.arrays, version=int(part.values["version"])))
 
 
+def whole(rollout: Rollout) -> Rollout:
+    """The sift of whoever learns from everything that was played."""
+    return rollout
+
+
 def samples(rollout: Rollout, advantages: Array, returns: Array) -> Samples:
     """Flatten the valid steps of a rollout; [T, B] -> [N]."""
     valid = rollout.valid

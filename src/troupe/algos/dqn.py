@@ -14,7 +14,7 @@ from msgspec import Meta, Struct
 from torch import Tensor
 from torch.nn.functional import huber_loss
 
-from troupe.algos.actor_critic import backward
+from troupe.algos.actor_critic import backward, whole
 from troupe.algos.options import Count, Fraction, Positive, Weight
 from troupe.errors import ConfigError, TroupeError
 from troupe.nets import NetSpec, QNetwork, action_size
@@ -79,6 +79,9 @@ class DQN:
     lag_rollouts = 2
     weights_may_move = True
     off_policy = True
+    one_learner = False
+    remembers = "rollouts"
+    sift = staticmethod(whole)
 
     def __init__(
         self, config: DQNConfig, network: QNetwork, parameters: Parameters, rng: np.random.Generator, place: Place

@@ -10,7 +10,15 @@ import torch
 from msgspec import Meta, Struct
 
 from troupe import returns
-from troupe.algos.actor_critic import ActorCriticAgent, Samples, join, make_actor_critic, policy_gradient, samples
+from troupe.algos.actor_critic import (
+    ActorCriticAgent,
+    Samples,
+    join,
+    make_actor_critic,
+    policy_gradient,
+    samples,
+    whole,
+)
 from troupe.algos.options import Count, Fraction, Positive, Weight
 from troupe.nets import ActorCritic
 from troupe.parameters import Parameters
@@ -42,6 +50,9 @@ class IMPALA:
     lag_rollouts = 2
     weights_may_move = True
     off_policy = False
+    one_learner = False
+    remembers = "rollouts"
+    sift = staticmethod(whole)
 
     def __init__(
         self, config: IMPALAConfig, network: ActorCritic, parameters: Parameters, rng: np.random.Generator, place: Place

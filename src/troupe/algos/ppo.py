@@ -18,6 +18,7 @@ from troupe.algos.actor_critic import (
     make_actor_critic,
     samples,
     standardised,
+    whole,
 )
 from troupe.algos.options import Count, Fraction, Positive, Weight
 from troupe.errors import ConfigError
@@ -57,6 +58,9 @@ class PPO:
     lag_rollouts = 1  # the ratio says how far the policy that acted is away
     weights_may_move = False  # several epochs over what one policy played
     off_policy = False
+    one_learner = False
+    remembers = "rollouts"
+    sift = staticmethod(whole)
 
     def __init__(
         self, config: PPOConfig, network: ActorCritic, parameters: Parameters, rng: np.random.Generator, place: Place

@@ -1,4 +1,4 @@
-"""Actor: play with the newest weights, send what happened, up and down again."""
+"""Actor: play with the newest weights, sift what happened, send what is worth it, up and down again."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterator
 
 from troupe.ports import Algorithm, Mailbox
-from troupe.roles.cargo import pack_rollout
+from troupe.roles.cargo import pack
 from troupe.roles.play import Player
 
 
@@ -22,9 +22,10 @@ def actor(
     lag_rollouts: int,
     send_timeout_s: float,
 ) -> Iterator[None]:
-    """Each turn one rollout, or a short wait for weights that know all but the last `lag_rollouts` of ours."""
+    """Each turn one rollout, or a short wait for weights that know all but the last `lag_rollouts` that we sent."""
     sent, me = 0, f"{name}.{incarnation}"
-    learned = -1  # rollouts of ours in the weights at hand; -1: no weights have come yet
+    learned = -1  # messages of ours in the weights at hand; -1: no weights have come yet
+    spent = {"wait_s": 0.0, "play_s": 0.0, "env_s": 0.0}  # since the last message
     while True:
         waiting = time.perf_counter()
         while True:
@@ -38,10 +39,13 @@ def actor(
             player.beat(0)
             yield
         playing, env_s = time.perf_counter(), player.env_s
-        rollout = player.play(algorithm, steps)
-        done = time.perf_counter()
-        meta = {"wait_s": playing - waiting, "play_s": done - playing, "env_s": player.env_s - env_s}
-        message = pack_rollout(rollout, run=run, sender=name, incarnation=incarnation, sequence=sent + 1, meta=meta)
-        mailbox.send("learner", message, timeout_s=send_timeout_s)
-        sent += 1
+        kept = algorithm.sift(player.play(algorithm, steps))
+        spent["wait_s"] += playing - waiting
+        spent["play_s"] += time.perf_counter() - playing
+        spent["env_s"] += player.env_s - env_s
+        if kept is not None:
+            message = pack(kept, run=run, sender=name, incarnation=incarnation, sequence=sent + 1, meta=spent)
+            mailbox.send("learner", message, timeout_s=send_timeout_s)
+            sent += 1
+            spent = dict.fromkeys(spent, 0.0)
         yield

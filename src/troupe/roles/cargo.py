@@ -1,28 +1,52 @@
-"""Rollouts and weights as messages, and back; what arrives is checked against what was agreed."""
+"""Rollouts, episodes and weights as messages, and back; what arrives is checked against what was agreed."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 
 from troupe.errors import BadMessage
-from troupe.types import Array, Message, Rollout, Scalar
+from troupe.types import Array, Episodes, Message, Rollout, Scalar
 
-_ARRAYS = tuple(name for name in Rollout.__slots__ if name != "version")
+_ROLLOUT = tuple(name for name in Rollout.__slots__ if name != "version")
+_EPISODES = tuple(name for name in Episodes.__slots__ if name not in ("version", "steps"))
 _DTYPES = {
     **dict.fromkeys(("terminated", "truncated", "valid"), "bool"),
-    **dict.fromkeys(("log_probs", "rewards", "episode_returns"), "float32"),
-    **dict.fromkeys(("final_index", "episode_lengths"), "int64"),
+    **dict.fromkeys(("log_probs", "rewards", "episode_returns", "returns"), "float32"),
+    **dict.fromkeys(("final_index", "episode_lengths", "lengths"), "int64"),
 }
+
+
+class Cargo(Protocol):
+    """What the messages that bring experience look like; anything else is refused before it is learned from."""
+
+    def unpack(self, message: Message) -> Rollout | Episodes:
+        """What is in `message`; BadMessage names what is not as agreed."""
+
+    def nbytes(self) -> int:
+        """The most bytes that one of them can take."""
+
+
+def pack(
+    played: Rollout | Episodes, *, run: str, sender: str, incarnation: int, sequence: int, meta: Mapping[str, Scalar]
+) -> Message:
+    """Experience on its way to the learner."""
+    if isinstance(played, Rollout):
+        return pack_rollout(played, run=run, sender=sender, incarnation=incarnation, sequence=sequence, meta=meta)
+    arrays = {name: getattr(played, name) for name in _EPISODES}
+    return Message(
+        "episodes", run, sender, incarnation, sequence, played.version, {**meta, "steps": played.steps}, arrays
+    )
 
 
 def pack_rollout(
     rollout: Rollout, *, run: str, sender: str, incarnation: int, sequence: int, meta: Mapping[str, Scalar]
 ) -> Message:
     """A rollout on its way to the learner."""
-    arrays = {name: getattr(rollout, name) for name in _ARRAYS}
+    arrays = {name: getattr(rollout, name) for name in _ROLLOUT}
     return Message("rollout", run, sender, incarnation, sequence, rollout.version, meta, arrays)
 
 
@@ -44,33 +68,13 @@ class RolloutShape:
             "actions": (*grid, *self.action),
             **dict.fromkeys(("log_probs", "rewards", "terminated", "truncated", "valid"), grid),
         }
-        if set(message.arrays) != set(_ARRAYS):
-            raise BadMessage(
-                f"{message.sender}: a rollout has the arrays {sorted(_ARRAYS)}, not {sorted(message.arrays)}"
-            )
-        for name, shape in expected.items():
-            if message.arrays[name].shape != shape:
-                raise BadMessage(f"{message.sender}: {name} is {list(message.arrays[name].shape)}, not {list(shape)}")
-        for name, array in message.arrays.items():
-            if str(array.dtype) not in self._dtypes(name):
-                raise BadMessage(f"{message.sender}: {name} are {array.dtype}, not {' or '.join(self._dtypes(name))}")
+        _check_names(message, "a rollout", _ROLLOUT)
+        _check_shapes(message, expected)
+        _check_dtypes(message, self.observation_dtype, continuous=bool(self.action))
         self._check_finals(message)
-        returns, lengths = message.arrays["episode_returns"], message.arrays["episode_lengths"]
-        if returns.ndim != 1 or returns.shape != lengths.shape:
-            raise BadMessage(
-                f"{message.sender}: episode_returns {list(returns.shape)} and episode_lengths do not agree"
-            )
-        for name, array in message.arrays.items():
-            if array.dtype.kind == "f" and not np.isfinite(array).all():
-                raise BadMessage(f"{message.sender}: {name} holds a number that is not finite")
+        _check_agree(message, "episode_returns", "episode_lengths")
+        _check_finite(message)
         return Rollout(**dict(message.arrays), version=message.version)
-
-    def _dtypes(self, name: str) -> tuple[str, ...]:
-        if name in ("observations", "final_observations"):
-            return (self.observation_dtype,)
-        if name == "actions":
-            return ("float32",) if self.action else ("int64",)
-        return (_DTYPES[name],)
 
     def _check_finals(self, message: Message) -> None:
         index, finals = message.arrays["final_index"], message.arrays["final_observations"]
@@ -81,16 +85,89 @@ class RolloutShape:
 
     def nbytes(self) -> int:
         """The most bytes that such a rollout can take, every step ending an episode."""
-        cell = int(np.prod(self.observation, dtype=np.int64)) * np.dtype(self.observation_dtype).itemsize
-        action = int(np.prod(self.action, dtype=np.int64)) * 8
+        cell, action = _cell_bytes(self.observation, self.observation_dtype), _cell_bytes(self.action, "int64")
         grid = self.steps * self.batch
         return (grid + self.batch) * cell + grid * (action + 11 + cell + 16 + 12) + 65_536
+
+
+@dataclass(frozen=True)
+class EpisodesShape:
+    """What a message of episodes looks like: at most `steps` steps of them, and as many episodes told of."""
+
+    steps: int
+    observation: tuple[int, ...]
+    observation_dtype: str
+    action: tuple[int, ...]
+
+    def unpack(self, message: Message) -> Episodes:
+        """The episodes in `message`; BadMessage names what is not as agreed."""
+        _check_names(message, "a message of episodes", _EPISODES)
+        arrays, who = message.arrays, message.sender
+        count = len(arrays["actions"]) if arrays["actions"].ndim else 0
+        if not 0 < count <= self.steps:
+            raise BadMessage(f"{who}: {count} steps of episodes, where 1 to {self.steps} were agreed")
+        _check_shapes(message, {"observations": (count, *self.observation), "actions": (count, *self.action)})
+        _check_dtypes(message, self.observation_dtype, continuous=bool(self.action))
+        _check_agree(message, "returns", "lengths")
+        _check_agree(message, "episode_returns", "episode_lengths")
+        _check_finite(message)
+        lengths, steps = arrays["lengths"], message.meta.get("steps")
+        if (lengths < 1).any() or (lengths > count).any() or lengths.sum() != count:
+            raise BadMessage(f"{who}: the lengths of its episodes do not sum to the {count} steps of them")
+        if (arrays["episode_lengths"] < 1).any():
+            raise BadMessage(f"{who}: an episode of no length")
+        if not isinstance(steps, int) or isinstance(steps, bool) or steps < 1:
+            raise BadMessage(f"{who}: {steps!r} is no number of steps that were played")
+        return Episodes(**dict(arrays), version=message.version, steps=steps)
+
+    def nbytes(self) -> int:
+        """The most bytes that such a message can take; of episodes that are only told of there may be as many again."""
+        cell, action = _cell_bytes(self.observation, self.observation_dtype), _cell_bytes(self.action, "int64")
+        return self.steps * (cell + action + 12 + 12) + 65_536
+
+
+def _check_names(message: Message, what: str, names: Iterable[str]) -> None:
+    if set(message.arrays) != set(names):
+        raise BadMessage(f"{message.sender}: {what} has the arrays {sorted(names)}, not {sorted(message.arrays)}")
+
+
+def _check_shapes(message: Message, expected: Mapping[str, tuple[int, ...]]) -> None:
+    for name, shape in expected.items():
+        if message.arrays[name].shape != shape:
+            raise BadMessage(f"{message.sender}: {name} is {list(message.arrays[name].shape)}, not {list(shape)}")
+
+
+def _check_dtypes(message: Message, observation_dtype: str, *, continuous: bool) -> None:
+    own = {
+        **dict.fromkeys(("observations", "final_observations"), observation_dtype),
+        "actions": "float32" if continuous else "int64",
+    }
+    for name, array in message.arrays.items():
+        dtype = own.get(name) or _DTYPES[name]
+        if str(array.dtype) != dtype:
+            raise BadMessage(f"{message.sender}: {name} are {array.dtype}, not {dtype}")
+
+
+def _check_agree(message: Message, returns: str, lengths: str) -> None:
+    one, other = message.arrays[returns], message.arrays[lengths]
+    if one.ndim != 1 or one.shape != other.shape:
+        raise BadMessage(f"{message.sender}: {returns} {list(one.shape)} and {lengths} do not agree")
+
+
+def _check_finite(message: Message) -> None:
+    for name, array in message.arrays.items():
+        if array.dtype.kind == "f" and not np.isfinite(array).all():
+            raise BadMessage(f"{message.sender}: {name} holds a number that is not finite")
+
+
+def _cell_bytes(shape: tuple[int, ...], dtype: str) -> int:
+    return int(np.prod(shape, dtype=np.int64)) * np.dtype(dtype).itemsize
 
 
 def pack_weights(
     weights: Array, *, run: str, version: int, learned: Mapping[str, int], progress: float = 0.0
 ) -> Message:
-    """Weights on their way down; `learned` says how many rollouts of each sender are in them, `progress` how much of
+    """Weights on their way down; `learned` says how many messages of each sender are in them, `progress` how much of
     the training is done, since those who only play have schedules too."""
     meta = {**learned, "progress": progress}
     return Message("weights", run, "learner", version=version, meta=meta, arrays={"weights": weights})

@@ -1,4 +1,4 @@
-"""Learner: merge rollouts as they come, learn, publish the weights."""
+"""Learner: merge what was played as it comes, learn, publish the weights."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from collections.abc import Iterator
 
 from troupe.errors import BadMessage
 from troupe.ports import Algorithm, Exchange, Ledger, Mailbox
-from troupe.roles.cargo import RolloutShape, pack_weights
+from troupe.roles.cargo import Cargo, pack_weights
 from troupe.roles.learn import learn
 
 
 def learner(
-    algorithm: Algorithm, exchange: Exchange, mailbox: Mailbox, ledger: Ledger, *, run: str, shape: RolloutShape
+    algorithm: Algorithm, exchange: Exchange, mailbox: Mailbox, ledger: Ledger, *, run: str, shape: Cargo
 ) -> Iterator[None]:
-    """Each turn one rollout, or a short wait for one."""
+    """Each turn one message, or a short wait for one."""
     parameters = algorithm.parameters
-    merged: dict[str, int] = {}  # rollouts of each sender's incarnation that were remembered
+    merged: dict[str, int] = {}  # messages of each sender's incarnation that were remembered
 
     def publish(progress: float) -> None:
         weights, version = parameters.weights(), parameters.version
@@ -34,16 +34,16 @@ def learner(
         try:
             if message.run != run:
                 raise BadMessage(f"{message.sender} plays for run {message.run!r}, this is {run!r}")
-            rollout = shape.unpack(message)
+            played = shape.unpack(message)
         except BadMessage as e:
             ledger.rejected(message, str(e))
             yield
             continue
-        ledger.played(rollout, message)
+        ledger.played(played, message)
         merged[f"{message.sender}.{message.incarnation}"] = message.sequence
         progress = ledger.progress()
         algorithm.anneal(progress)
-        algorithm.remember(rollout)
+        algorithm.remember(played)
         metrics = learn(algorithm, exchange)
         learned = time.perf_counter()
         ledger.spent("learn", learned - arrived)

@@ -14,7 +14,7 @@ import numpy as np
 
 from troupe.errors import BadMessage
 from troupe.ports import HeadLedger, Mailbox, Seat
-from troupe.types import Array, Message, Metrics, Rollout
+from troupe.types import Array, Episodes, Message, Metrics, Rollout
 
 EVERY_S = 0.1  # seconds between two reports; all that happened in between is in the next one
 
@@ -80,15 +80,15 @@ class Reporter:
         self._open = Report()
         self._sent_s = time.monotonic()
 
-    def played(self, rollout: Rollout, message: Message | None = None) -> None:
+    def played(self, played: Rollout | Episodes, message: Message | None = None) -> None:
         """Count a rollout."""
-        self._seat.played(rollout.steps)
+        self._seat.played(played.steps)
         report = self._open
         report.rollouts += 1
-        report.steps += rollout.steps
-        if len(rollout.episode_returns):
-            report.returns.append(rollout.episode_returns)
-            report.lengths.append(rollout.episode_lengths)
+        report.steps += played.steps
+        if len(played.episode_returns):
+            report.returns.append(played.episode_returns)
+            report.lengths.append(played.episode_lengths)
 
     def learned(self, metrics: Metrics) -> None:
         """Keep the metrics; their mean lag is one sample."""

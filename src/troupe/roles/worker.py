@@ -11,16 +11,19 @@ from troupe.roles.play import Player
 
 
 def worker(algorithm: Algorithm, exchange: Exchange, player: Player, ledger: Ledger, *, steps: int) -> Iterator[None]:
-    """Each turn: play, remember, learn."""
+    """Each turn: play, sift, remember, learn."""
     exchange.begin(algorithm.parameters)
     while True:
         begin = time.perf_counter()
-        rollout = player.play(algorithm, steps)
+        kept = algorithm.sift(player.play(algorithm, steps))
         played = time.perf_counter()
         ledger.spent("play", played - begin)
-        ledger.played(rollout)
+        if kept is None:
+            yield
+            continue
+        ledger.played(kept)
         algorithm.anneal(ledger.progress())
-        algorithm.remember(rollout)
+        algorithm.remember(kept)
         waited_s = exchange.waited_s
         metrics = learn(algorithm, exchange)
         waited_s = exchange.waited_s - waited_s

@@ -16,7 +16,7 @@ from troupe.config import Config
 from troupe.errors import PeerLost
 from troupe.parameters import PAD, Parameters
 from troupe.roles.report import listen
-from troupe.schemes.scheme import Company, Links, Part, Who, unused_options
+from troupe.schemes.scheme import Company, Links, Part, Who, refuses_one_learner, unused_options
 from troupe.types import Metrics
 
 MEET_S = 5.0  # to connect once everybody is ready; longer only where somebody died at that very moment
@@ -154,7 +154,7 @@ class AllReduce:
         """Several workers in one thread could only wait for each other."""
         if config.via == "memory" and config.workers > 1:
             return "scheme all-reduce needs a process for each worker: use --via shared, or --workers 1"
-        return unused_options(config, allowed=set())
+        return refuses_one_learner(config.scheme, algorithm) or unused_options(config, allowed=set())
 
     def parts(self, config: Config) -> list[Part]:
         """One worker a process; they cannot do without any of them."""

@@ -17,7 +17,7 @@ from troupe.parameters import PAD, SLACK, Optimiser, Parameters
 from troupe.ports import Mailbox
 from troupe.roles.report import listen
 from troupe.roles.server import Limits, server
-from troupe.schemes.scheme import Company, Links, Part, Who, refuses_moving_weights, unused_options
+from troupe.schemes.scheme import Company, Links, Part, Who, refuses_learning_workers, unused_options
 from troupe.types import Array, Message, Metrics
 
 SEND_S: Final = 30.0  # a server that is dead is back long before
@@ -150,7 +150,7 @@ class ParameterServer:
                 f"--workers {MOST_WORKERS} or fewer, or --scheme hogwild"
             )
         allowed = {"shards", "max_lag", "accumulate"}
-        return refuses_moving_weights(config.scheme, algorithm) or unused_options(config, allowed=allowed)
+        return refuses_learning_workers(config.scheme, algorithm) or unused_options(config, allowed=allowed)
 
     def parts(self, config: Config) -> list[Part]:
         """The servers, then the workers."""

@@ -10,7 +10,7 @@ from typing import Any, Protocol, TypeAlias
 from troupe.commons import Commons, Seat
 from troupe.config import Config
 from troupe.ports import Algorithm, Exchange, HeadLedger, Mailbox
-from troupe.roles.cargo import RolloutShape
+from troupe.roles.cargo import Cargo
 from troupe.roles.play import Player
 
 Links: TypeAlias = Mapping[str, Mailbox]  # hub -> the mailbox towards it
@@ -55,7 +55,7 @@ class Company:
     rollout_steps: int
     player: Player | None  # where the scheme plays in the main process
     mailbox: Mailbox  # where parts send to it
-    shape: RolloutShape
+    shape: Cargo
     commons: Commons | None  # where the scheme's workers share one vector
 
     def refresh(self) -> None:
@@ -101,13 +101,23 @@ def unused_options(config: Config, *, allowed: set[str]) -> str | None:
     return None
 
 
-def refuses_moving_weights(scheme: str, algorithm: Any) -> str | None:
-    """A sentence, where the algorithm learns from a rollout several times and needs its weights to stand still."""
-    if algorithm.weights_may_move:
+def refuses_learning_workers(scheme: str, algorithm: Any) -> str | None:
+    """A sentence, where the workers of a scheme that moves the weights under them could not learn by themselves."""
+    if not algorithm.weights_may_move:
+        return (
+            f"scheme {scheme} moves the weights while {algorithm.__name__} still learns from the rollout they played: "
+            "use --scheme all-reduce or actor-learner, or --algo a3c"
+        )
+    return refuses_one_learner(scheme, algorithm)
+
+
+def refuses_one_learner(scheme: str, algorithm: Any) -> str | None:
+    """A sentence, where the algorithm needs what everybody played in one place."""
+    if not algorithm.one_learner:
         return None
     return (
-        f"scheme {scheme} moves the weights while {algorithm.__name__} still learns from the rollout they played: "
-        "use --scheme all-reduce or actor-learner, or --algo a3c"
+        f"scheme {scheme} lets each worker learn from what it played itself, but {algorithm.__name__} imitates the "
+        "best of what everybody played: use --scheme actor-learner"
     )
 
 

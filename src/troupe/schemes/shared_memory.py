@@ -10,7 +10,7 @@ from troupe.commons import CommonsLock, Seat, SharedVector
 from troupe.config import Config
 from troupe.parameters import Parameters
 from troupe.roles.report import listen
-from troupe.schemes.scheme import Company, Links, Part, Who, refuses_moving_weights, unused_options
+from troupe.schemes.scheme import Company, Links, Part, Who, refuses_learning_workers, unused_options
 from troupe.types import Metrics
 
 
@@ -58,7 +58,7 @@ class Hogwild:
     def refuses(self, config: Config, algorithm: Any) -> str | None:
         """Not for algorithms that learn from one rollout several times with the weights it was played by."""
         scheme = config.scheme
-        return refuses_moving_weights(scheme, algorithm) or unused_options(config, allowed={"sync_every"})
+        return refuses_learning_workers(scheme, algorithm) or unused_options(config, allowed={"sync_every"})
 
     def parts(self, config: Config) -> list[Part]:
         """One worker a process: plays, remembers, learns, and applies to the shared vector."""
