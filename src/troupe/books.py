@@ -16,7 +16,7 @@ from troupe.types import Array, Episodes, Json, Message, Metrics, Rollout, State
 
 WINDOW = 100  # episodes of the training mean that is shown and that calls for an evaluation
 PROGRESS_S = 1.0  # between two progress lines of the journal
-PARTS = ("play", "wait", "learn", "send", "exchange")  # exchange: at a lock, for a server, for everybody
+PARTS = ("play", "wait", "learn", "send", "exchange", "parse")  # exchange: at a lock, for a server, for everybody
 
 
 class Pages(Protocol):
@@ -150,7 +150,8 @@ class Books:
         if not recent:
             return ""
         part = max(PARTS, key=lambda p: sum(shares[p] for shares in recent))
-        return {"learn": "learning", "send": "sending", "exchange": "each other"}.get(part, "environments")
+        words = {"learn": "learning", "send": "sending", "exchange": "each other", "parse": "parsing"}
+        return words.get(part, "environments")
 
     def tick(self, carrier: Callable[[], dict[str, Json]] | None = None) -> None:
         """Once a second: a progress line; `carrier` gives the figures of what carries messages to other machines."""

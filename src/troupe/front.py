@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Final
 
 from troupe.addresses import find
+from troupe.balance import Balance
 from troupe.config import Config
 from troupe.guests import Guests
 from troupe.ports import Mailbox
@@ -14,6 +15,8 @@ from troupe.task import Task
 from troupe.transports.amqp import Address
 from troupe.transports.rabbitmq import RabbitHub
 from troupe.types import Json
+
+_GUESTS_BYTES: Final = 60 * 1024  # of a publication, which says of every worker how far it was heard
 
 
 @dataclass(frozen=True)
@@ -30,9 +33,11 @@ class Front:
     def __init__(self, config: Config, run: str, topics: Mapping[str, int]) -> None:
         self._address = find(config.via)  # password and all: for this machine's workers, and never shown
         self.hub = RabbitHub(
-            Address.parse(self._address), run, name=config.name if config.share else "learner", topics=topics,
+            Address.parse(self._address), run, name=config.name if config.share else "learner",
+            topics={topic: size + _GUESTS_BYTES for topic, size in topics.items()},
             mode=config.delivery, max_length=config.queue, share=bool(config.share),
         )  # fmt: skip
+        self._balance = Balance(self.hub.depth)
         self._guests: Guests | None = None
         self._blocked = False
 
@@ -67,9 +72,13 @@ class Front:
         return {
             "ready": depth.ready, "unacknowledged": depth.unacknowledged, "bound": depth.bound,
             "duplicates": receipts.duplicates, "lost": receipts.lost, "stale": receipts.stale,
-            "corrupted": receipts.corrupted, "trouble": self.hub.trouble,
+            "corrupted": receipts.corrupted, "trouble": self.hub.trouble, "rest_s": self._balance.rest_s(),
             "machines": dict(self._guests.playing) if self._guests else {},
         }  # fmt: skip
+
+    def rest_s(self) -> float:
+        """How long workers shall rest after each message, so that as many wait here as are of use."""
+        return self._balance.rest_s()
 
     def stop(self) -> None:
         """Tell every worker, wherever it is, that the run is over."""

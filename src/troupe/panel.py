@@ -32,6 +32,7 @@ _PARTS: Final = (
     ("send", "▒", "blue"),
     ("wait", "░", "yellow"),
     ("exchange", "▚", "cyan"),
+    ("parse", "▞", "red"),
 )
 
 
@@ -56,6 +57,7 @@ class Division:
     learn: float = 0.0
     send: float = 0.0
     exchange: float = 0.0
+    parse: float = 0.0
 
 
 @dataclass(frozen=True)

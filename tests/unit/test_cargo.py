@@ -140,7 +140,7 @@ def test_a_rollout_never_takes_more_bytes_than_was_said(shape: RolloutShape) -> 
 
 def test_weights_travel_with_their_version_and_what_was_learned() -> None:
     weights = np.arange(5, dtype=np.float32)
-    sent = pack_weights(weights, run="r", version=3, learned={"actor-0.1": 12}, progress=0.25)
+    sent = pack_weights(weights, "r", "learner", 3, {"actor-0.1": 12, "progress": 0.25})
     packed = decode(b"".join(encode(sent)))
     assert (packed.kind, packed.sender, packed.version) == ("weights", "learner", 3)
     assert packed.meta == {"actor-0.1": 12, "progress": 0.25}

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from troupe.ports import Algorithm, Mailbox
 from troupe.roles.cargo import pack
 from troupe.roles.play import Player
+from troupe.types import Message
 
 
 def actor(
@@ -22,22 +23,24 @@ def actor(
     lag_rollouts: int,
     send_timeout_s: float,
 ) -> Iterator[None]:
-    """Each turn one rollout, or a short wait for weights that know all but the last `lag_rollouts` that we sent."""
-    sent, me = 0, f"{name}.{incarnation}"
-    learned = -1  # messages of ours in the weights at hand; -1: no weights have come yet
+    """Each turn one rollout, or a short wait: for weights that know all but the last `lag_rollouts` that we sent, or
+    for the rest that the learner asked for. Where several learners publish, their agents play in turn."""
+    agents, sent = Agents(f"{name}.{incarnation}"), 0
+    rested_s = time.monotonic()  # when the last message left, or a rest after it was over
     spent = {"wait_s": 0.0, "play_s": 0.0, "env_s": 0.0}  # since the last message
     while True:
         waiting = time.perf_counter()
         while True:
-            news = mailbox.wait_latest("weights", 0.0 if 0 <= learned >= sent - lag_rollouts else 0.1)
+            ready = agents.learned >= max(0, sent - lag_rollouts) and time.monotonic() - rested_s >= agents.rest_s
+            news = mailbox.wait_latest("weights", 0.0 if ready else 0.1)
             if news is not None:
-                algorithm.parameters.load_weights(news.arrays["weights"], news.version)
-                algorithm.anneal(float(news.meta["progress"]))
-                learned = int(news.meta.get(me, 0))
-            if 0 <= learned >= sent - lag_rollouts:
+                agents.take(news)
+            elif ready:
                 break
-            player.beat(0)
-            yield
+            else:
+                player.beat(0)
+                yield
+        agents.enter(algorithm)
         playing, env_s = time.perf_counter(), player.env_s
         kept = algorithm.sift(player.play(algorithm, steps))
         spent["wait_s"] += playing - waiting
@@ -47,5 +50,32 @@ def actor(
             message = pack(kept, run=run, sender=name, incarnation=incarnation, sequence=sent + 1, meta=spent)
             mailbox.send("learner", message, timeout_s=send_timeout_s)
             sent += 1
-            spent = dict.fromkeys(spent, 0.0)
+            spent, rested_s = dict.fromkeys(spent, 0.0), time.monotonic()
         yield
+
+
+class Agents:
+    """The newest weights of every learner."""
+
+    def __init__(self, me: str) -> None:
+        self._me = me
+        self._newest: dict[str, Message] = {}  # learner -> its weights; whose turn it is comes first
+        self._loaded: Message | None = None
+        self.learned = -1  # messages of ours that some learner has in its weights; -1: no weights have come yet
+        self.rest_s = 0.0  # after a message, before the next is begun
+
+    def take(self, news: Message) -> None:
+        """Somebody published."""
+        self._newest[news.sender] = news
+        self.learned = max(int(weights.meta.get(self._me, 0)) for weights in self._newest.values())
+        self.rest_s = float(news.meta.get("rest_s", 0.0))
+
+    def enter(self, algorithm: Algorithm) -> None:
+        """The next one plays."""
+        sender = next(iter(self._newest))
+        weights = self._newest.pop(sender)
+        self._newest[sender] = weights
+        if weights is not self._loaded:
+            algorithm.parameters.load_weights(weights.arrays["weights"], weights.version)
+            algorithm.anneal(float(weights.meta["progress"]))
+            self._loaded = weights

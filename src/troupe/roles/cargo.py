@@ -164,10 +164,7 @@ def _cell_bytes(shape: tuple[int, ...], dtype: str) -> int:
     return int(np.prod(shape, dtype=np.int64)) * np.dtype(dtype).itemsize
 
 
-def pack_weights(
-    weights: Array, *, run: str, version: int, learned: Mapping[str, int], progress: float = 0.0
-) -> Message:
-    """Weights on their way down; `learned` says how many messages of each sender are in them, `progress` how much of
+def pack_weights(weights: Array, run: str, sender: str, version: int, meta: Mapping[str, Scalar]) -> Message:
+    """Weights on their way down. `meta` says how many messages of each sender are in them, and "progress" how much of
     the training is done, since those who only play have schedules too."""
-    meta = {**learned, "progress": progress}
-    return Message("weights", run, "learner", version=version, meta=meta, arrays={"weights": weights})
+    return Message("weights", run, sender, version=version, meta=meta, arrays={"weights": weights})

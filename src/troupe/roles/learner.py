@@ -3,44 +3,55 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from troupe.errors import BadMessage
 from troupe.ports import Algorithm, Exchange, Ledger, Mailbox
 from troupe.roles.cargo import Cargo, pack_weights
 from troupe.roles.learn import learn
+from troupe.types import Episodes, Rollout
 
 
 def learner(
-    algorithm: Algorithm, exchange: Exchange, mailbox: Mailbox, ledger: Ledger, *, run: str, shape: Cargo
+    algorithm: Algorithm,
+    exchange: Exchange,
+    mailbox: Mailbox,
+    ledger: Ledger,
+    *,
+    run: str,
+    shape: Cargo,
+    name: str = "learner",
+    rest_s: Callable[[], float] = lambda: 0.0,
 ) -> Iterator[None]:
-    """Each turn one message, or a short wait for one."""
+    """Each turn one message, or a short wait for one. `rest_s` says how long actors shall rest after each message."""
     parameters = algorithm.parameters
-    merged: dict[str, int] = {}  # messages of each sender's incarnation that were remembered
+    merged: dict[str, tuple[int, int]] = {}  # sender -> its incarnation, and which of its messages was remembered last
 
     def publish(progress: float) -> None:
-        weights, version = parameters.weights(), parameters.version
-        mailbox.publish("weights", pack_weights(weights, run=run, version=version, learned=merged, progress=progress))
+        learned = {f"{sender}.{life}": sequence for sender, (life, sequence) in merged.items()}
+        meta = {**learned, "progress": progress, "rest_s": rest_s()}
+        mailbox.publish("weights", pack_weights(parameters.weights(), run, name, parameters.version, meta))
 
     publish(ledger.progress())
     while True:
-        begin = time.perf_counter()
+        begin, busy = time.perf_counter(), time.thread_time()
         message = mailbox.receive(timeout_s=0.1)
-        arrived = time.perf_counter()
-        ledger.spent("wait", arrived - begin)
-        if message is None:
-            yield
-            continue
-        try:
-            if message.run != run:
-                raise BadMessage(f"{message.sender} plays for run {message.run!r}, this is {run!r}")
-            played = shape.unpack(message)
-        except BadMessage as e:
-            ledger.rejected(message, str(e))
+        played: Rollout | Episodes | None = None
+        if message is not None:
+            try:
+                if message.run != run:
+                    raise BadMessage(f"{message.sender} plays for run {message.run!r}, this is {run!r}")
+                played = shape.unpack(message)
+            except BadMessage as e:
+                ledger.rejected(message, str(e))
+        arrived, parsed_s = time.perf_counter(), time.thread_time() - busy
+        ledger.spent("parse", parsed_s)
+        ledger.spent("wait", max(0.0, arrived - begin - parsed_s))
+        if message is None or played is None:
             yield
             continue
         ledger.played(played, message)
-        merged[f"{message.sender}.{message.incarnation}"] = message.sequence
+        merged[message.sender] = message.incarnation, message.sequence
         progress = ledger.progress()
         algorithm.anneal(progress)
         algorithm.remember(played)

@@ -22,7 +22,8 @@ class ActorLearner:
 
     def parts(self, config: Config) -> list[Part]:
         """One actor a worker."""
-        return [Part("actor", rank) for rank in range(config.workers)]
+        at = config.name if config.share else ""  # beside the workers of the learner whose queue is shared
+        return [Part("actor", rank, at=at) for rank in range(config.workers)]
 
     def topics(self, weights_bytes: int) -> Mapping[str, int]:
         """The newest weights."""
@@ -31,5 +32,6 @@ class ActorLearner:
     def main(self, company: Company) -> Iterator[None]:
         """Merge what arrives, learn, publish."""
         return learner(
-            company.algorithm, apply_here, company.mailbox, company.ledger, run=company.run, shape=company.shape
-        )
+            company.algorithm, apply_here, company.mailbox, company.ledger, run=company.run, shape=company.shape,
+            name=company.config.name if company.config.share else "learner", rest_s=company.rest_s,
+        )  # fmt: skip

@@ -57,6 +57,7 @@ class Company:
     mailbox: Mailbox  # where parts send to it
     shape: Cargo
     commons: Commons | None  # where the scheme's workers share one vector
+    rest_s: Callable[[], float] = lambda: 0.0  # how long actors shall rest after each message, for balance
 
     def refresh(self) -> None:
         """The house's view of a vector that others change: its version, and Adam's count of steps with it."""
