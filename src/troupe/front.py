@@ -9,10 +9,12 @@ from typing import Any, Final
 from troupe.addresses import find
 from troupe.balance import Balance
 from troupe.config import Config
+from troupe.errors import ConfigError
 from troupe.guests import Guests
 from troupe.ports import Mailbox
 from troupe.task import Task
 from troupe.transports.amqp import Address
+from troupe.transports.codec import MAX_MESSAGE_BYTES
 from troupe.transports.rabbitmq import RabbitHub
 from troupe.types import Json
 
@@ -30,7 +32,13 @@ class BrokerLink:
 class Front:
     """A `cast.Hub` over RabbitMQ; whoever answers for the run there besides, a turn at a time."""
 
-    def __init__(self, config: Config, run: str, topics: Mapping[str, int]) -> None:
+    def __init__(self, config: Config, run: str, topics: Mapping[str, int], most_bytes: int) -> None:
+        """`most_bytes`: of one message of experience."""
+        if most_bytes > MAX_MESSAGE_BYTES:
+            raise ConfigError(
+                f"a message of this run may take {most_bytes >> 20} MiB, where a broker takes {MAX_MESSAGE_BYTES >> 20}: "
+                f"give fewer --envs than {config.envs}, more --workers, or shorter --rollout-steps"
+            )
         self._address = find(config.via)  # password and all: for this machine's workers, and never shown
         self.hub = RabbitHub(
             Address.parse(self._address), run, name=config.name if config.share else "learner",

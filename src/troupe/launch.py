@@ -159,7 +159,7 @@ class _Show:
         if transport(self.config.via) == "rabbitmq":
             from troupe import front  # brings pika, which few runs need
 
-            self.front = front.Front(self.config, stage.run, topics)
+            self.front = front.Front(self.config, stage.run, topics, self.shape.nbytes())
         return ProcessCast(
             stage, parts, logs=self.run.logs, shape=self.shape, topics=topics, weights_bytes=weights,
             on_event=self.heard.put, supervisor=self.supervisor, learner=self.front,

@@ -29,7 +29,7 @@ __all__ = ["Address", "Depth", "HubMailbox", "LinkSpec", "RabbitHub", "RabbitMai
 _REQUESTS: Final = 64  # questions, or frames on their way to the dead letters, that are kept at most
 _HELLOS: Final = 256
 _FLUSH_S: Final = 2.0
-_COUNT_AGE_S: Final = 1.0
+_COUNT_AGE_S: Final = 0.25
 
 
 @dataclass(frozen=True, slots=True)
