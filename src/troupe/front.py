@@ -36,8 +36,8 @@ class Front:
         """`most_bytes`: of one message of experience."""
         if most_bytes > MAX_MESSAGE_BYTES:
             raise ConfigError(
-                f"a message of this run may take {most_bytes >> 20} MiB, where a broker takes {MAX_MESSAGE_BYTES >> 20}: "
-                f"give fewer --envs than {config.envs}, more --workers, or shorter --rollout-steps"
+                f"a message of this run may take {most_bytes >> 20} MiB, where {MAX_MESSAGE_BYTES >> 20} go over a "
+                f"broker: give fewer --envs than {config.envs}, more --workers, or shorter --rollout-steps"
             )
         self._address = find(config.via)  # password and all: for this machine's workers, and never shown
         self.hub = RabbitHub(

@@ -11,13 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from troupe.algos import ALGORITHMS
-from troupe.config import HELD_FIXED, Config, convert, nearest, to_dict
+from troupe.config import HELD_FIXED, Config, convert, nearest, to_dict, without_password
 from troupe.errors import ConfigError
 from troupe.goal import Goal, parse_goal
 from troupe.resolve import check_pairs, flat, hyper_class, load_toml, preset, presets, resolve
 from troupe.rundir import RunDir
 from troupe.schemes import SCHEMES
-from troupe.transports import TRANSPORTS
+from troupe.transports import REMOTE, TRANSPORTS
 
 ENVS = ["CartPole-v1", "LunarLander-v3", "MountainCar-v0", "my.module:Env"]
 
@@ -217,6 +217,24 @@ def test_pairs_that_make_no_sense_are_refused_with_what_to_use_instead() -> None
     assert "take --envs 4" in why(scheme="actor-learner", workers=4, envs=1)
     assert "there is no scheme 'actor-lerner'; did you mean actor-learner?" in why(scheme="actor-lerner")
     assert "there is no transport 'sharde'; did you mean shared?" in why(via="sharde")
+    assert "--workers 0: nobody would play" in why(workers=0)
+    assert "--delivery means nothing to --via shared" in why(delivery="fresh")
+    assert "--queue means nothing to --via memory" in why(via="memory", queue=5)
+    assert "--share means nothing to --via shared" in why(share="other")
+    check_pairs(msgspec.structs.replace(base, scheme="actor-learner", via="amqp://me@host/", workers=0, queue=5))
+
+
+def test_an_address_keeps_its_password_out_of_sentences_and_records() -> None:
+    base = resolve({"env": "CartPole-v1", "via": "amqpp://me:secret@host/"})
+    with pytest.raises(ConfigError, match="there is no transport 'amqpp'") as caught:
+        check_pairs(base)
+    assert "secret" not in str(caught.value)
+    for address in ("amqp://me:secret@host:1/v", "amqps://me:sec@ret@host/?cafile=a"):
+        stored = to_dict(msgspec.structs.replace(base, via=address))["via"]
+        assert "sec" not in stored and stored.startswith(address.partition("://")[0] + "://me@host")
+    assert [without_password(plain) for plain in ("shared", "amqp://host/", "amqp://me@host/")] == [
+        "shared", "amqp://host/", "amqp://me@host/",
+    ]  # fmt: skip
 
 
 MOVING = ("hogwild", "locked", "parameter-server")  # schemes whose weights others change while one learns
@@ -228,7 +246,10 @@ def test_every_pair_is_taken_with_one_worker_but_ppo_where_weights_move() -> Non
         for scheme in SCHEMES:
             for via in TRANSPORTS:
                 config = msgspec.structs.replace(base, scheme=scheme, via=via, workers=1)
-                if algo == "ppo" and scheme in MOVING:
+                if via in REMOTE and scheme != "actor-learner":
+                    with pytest.raises(ConfigError, match="use --scheme actor-learner"):
+                        check_pairs(config)
+                elif algo == "ppo" and scheme in MOVING:
                     with pytest.raises(ConfigError, match="use --scheme all-reduce or actor-learner, or --algo a3c"):
                         check_pairs(config)
                 else:
