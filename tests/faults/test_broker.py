@@ -344,8 +344,8 @@ def test_without_the_package_its_name_is_told(tmp_path: Path, monkeypatch: pytes
         broker.start(tmp_path / "node")
 
 
-def listeners() -> set[str]:
-    """Processes of Erlang: the whole command line of each, by its pid."""
+def erlang_processes() -> set[str]:
+    """The process ids of all nodes and port mappers on this machine."""
     found = set()
     for process in Path("/proc").glob("[0-9]*"):
         try:
@@ -356,13 +356,18 @@ def listeners() -> set[str]:
     return found
 
 
+def ended(processes: set[str]) -> None:
+    """Until none of them is left."""
+    wait_for(lambda: not erlang_processes() & processes)
+
+
 SERVE = "import sys; from pathlib import Path; from troupe import broker; broker.serve(Path(sys.argv[1]))"
 
 
 def test_serving_tells_the_address_and_whatever_ends_it_ends_the_node(tmp_path: Path) -> None:
     """Asked with SIGTERM, it says nothing and leaves nothing; killed, it leaves no process either."""
     for number in (signal.SIGTERM, signal.SIGKILL):
-        before = listeners()
+        before = erlang_processes()
         process = subprocess.Popen(
             [sys.executable, "-u", "-c", SERVE, str(tmp_path / "node")], stdout=subprocess.PIPE, text=True
         )
@@ -370,11 +375,12 @@ def test_serving_tells_the_address_and_whatever_ends_it_ends_the_node(tmp_path: 
         address = Address.parse(process.stdout.readline().strip())
         with socket.create_connection((address.host, address.port), timeout=5.0):
             pass
-        assert len(listeners() - before) >= 3
+        ours = erlang_processes() - before
+        assert len(ours) >= 3
         os.kill(process.pid, number)
         assert process.stdout.read() == ""
         assert process.wait(15.0) == (0 if number == signal.SIGTERM else -signal.SIGKILL)
         process.stdout.close()
-        wait_for(lambda before=before: listeners() - before == set())
+        ended(ours)
     again = replace(address, port=1)
     assert again.password == (tmp_path / "node" / "password").read_text()
