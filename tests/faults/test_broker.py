@@ -13,6 +13,7 @@ import threading
 import time
 import zlib
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from rabbit import new_run, rollout, stranger, wait_for
 from troupe import broker
 from troupe.broker import Node
 from troupe.errors import PeerLost, UserError
+from troupe.transports import amqp
 from troupe.transports.amqp import Address
 from troupe.transports.office import Office
 from troupe.transports.rabbitmq import RabbitHub, RabbitMailbox
@@ -31,17 +33,18 @@ from troupe.types import Message
 
 
 class Stream(threading.Thread):
-    """A worker that sends `count` numbered messages as fast as it may."""
+    """A worker that sends `count` numbered messages as fast as it may, or until nobody takes them."""
 
-    def __init__(self, worker: RabbitMailbox, run: str, count: int, size: int = 64, timeout_s: float = 60.0) -> None:
+    def __init__(self, worker: RabbitMailbox, run: str, count: int, timeout_s: float = 60.0) -> None:
         super().__init__()
-        self.worker, self.run_id, self.count, self.size, self.timeout_s = worker, run, count, size, timeout_s
+        self.worker, self.run_id, self.count, self.timeout_s = worker, run, count, timeout_s
         self.sent = 0
 
     def run(self) -> None:
-        for sequence in range(1, self.count + 1):
-            self.worker.send("learner", rollout(self.run_id, sequence, size=self.size), self.timeout_s)
-            self.sent = sequence
+        with suppress(PeerLost):
+            for sequence in range(1, self.count + 1):
+                self.worker.send("learner", rollout(self.run_id, sequence, self.worker.name), self.timeout_s)
+                self.sent = sequence
 
 
 @pytest.fixture
@@ -146,6 +149,7 @@ def test_what_is_published_three_times_is_received_once(node: Node, pair: tuple[
 
 LEARNER = """
 import os, signal, sys
+from troupe.transports import amqp
 from troupe.transports.amqp import Address
 from troupe.transports.rabbitmq import RabbitHub
 hub = RabbitHub(Address.parse(sys.stdin.readline().strip()), sys.argv[1], max_length=16)
@@ -157,7 +161,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 
 def test_what_a_killed_learner_had_not_finished_the_next_one_gets(node: Node, address: Address) -> None:
-    """It was given 1, 2 and 3 and asked for no more: 1 and 2 are finished, 3 may not be."""
+    """It was given 1, 2 and 3 and asked for no more: 3 comes again; 1 and 2 only if it died before it could say so."""
     run = new_run()
     process = subprocess.Popen(
         [sys.executable, "-c", LEARNER, run], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
@@ -178,7 +182,8 @@ def test_what_a_killed_learner_had_not_finished_the_next_one_gets(node: Node, ad
     got = []
     while (message := hub.mailbox().receive(1.0)) is not None:
         got.append(message.sequence)
-    assert got == list(range(3, 11))
+    assert got[-8:] == list(range(3, 11))
+    assert got[:-8] in ([], [2], [1, 2])
     worker.close()
     hub.close()
     process.stdin.close()
@@ -253,8 +258,7 @@ def test_the_bound_is_never_exceeded_with_fast_workers_and_a_slow_learner(node: 
     hub = RabbitHub(address, run, max_length=8, prefetch=3)
     workers = [RabbitMailbox(hub.connect(f"worker-{n}"), address) for n in range(3)]
     streams = [Stream(worker, run, 10**6, timeout_s=1.0) for worker in workers]
-    for number, stream in enumerate(streams):
-        stream.worker.name = f"worker-{number}"
+    for stream in streams:
         stream.start()
     seen = []
     over = time.monotonic() + 4.0
@@ -305,16 +309,17 @@ def test_an_alarm_blocks_publishing_and_nothing_else(node: Node, pair: tuple[Rab
     wait_for(lambda: not worker.blocked)
 
 
-def test_a_learner_that_computes_long_is_not_disconnected(pair: tuple[RabbitHub, RabbitMailbox, str]) -> None:
-    """The thread beats while the main one holds on to the interpreter as much as it can."""
-    hub, _, _ = pair
-    sent = hub._wire._publishing._connection.frames_sent, hub._wire._publishing.epoch
-    hub._wire._publishing._connection._heartbeat_checker._send_heartbeat()
-    until = time.monotonic() + 0.5
+def test_a_learner_that_computes_long_is_not_disconnected(address: Address, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The broker gives up a client after two silent heartbeats; here the thread beats, whatever the main one does."""
+    monkeypatch.setattr(amqp, "HEARTBEAT_S", 1)
+    hub = RabbitHub(address, new_run())
+    epochs = hub._wire._publishing.epoch, hub._wire._consuming.epoch
+    until = time.monotonic() + 4.0
     while time.monotonic() < until:
-        sum(range(1000))
-    wait_for(lambda: hub._wire._publishing._connection.frames_sent > sent[0])
-    assert hub._wire._publishing.epoch == sent[1]
+        sum(range(10_000))
+    assert (hub._wire._publishing.epoch, hub._wire._consuming.epoch) == epochs
+    assert not hub.trouble
+    hub.close()
 
 
 def test_a_folder_is_one_nodes_and_its_own(node: Node) -> None:
