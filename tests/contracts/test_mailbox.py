@@ -91,8 +91,8 @@ def rabbit_office(request: pytest.FixtureRequest) -> Iterator[Office]:
     workers = [RabbitMailbox(hub.connect(name), address) for name in NAMES]
 
     def arrived(topic: str, sequence: int) -> None:
-        for worker in workers:
-            wait_for(lambda board=worker._topics[topic]: [m.sequence for m in board.fresh.values()] == [sequence])
+        boards = [worker._topics[topic] for worker in workers]
+        wait_for(lambda: all([m.sequence for m in board.fresh.values()] == [sequence] for board in boards))
 
     yield Office(hub.mailbox(), [*workers], waits=True, held=1, patience_s=0.3, arrived=arrived)
     for box in workers:

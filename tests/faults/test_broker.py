@@ -13,6 +13,7 @@ import threading
 import time
 import zlib
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from rabbit import new_run, rollout, stranger, wait_for
 from troupe import broker
 from troupe.broker import Node
 from troupe.errors import PeerLost, UserError
+from troupe.transports import amqp
 from troupe.transports.amqp import Address
 from troupe.transports.office import Office
 from troupe.transports.rabbitmq import RabbitHub, RabbitMailbox
@@ -31,17 +33,18 @@ from troupe.types import Message
 
 
 class Stream(threading.Thread):
-    """A worker that sends `count` numbered messages as fast as it may."""
+    """A worker that sends `count` numbered messages as fast as it may, or until nobody takes them."""
 
-    def __init__(self, worker: RabbitMailbox, run: str, count: int, size: int = 64, timeout_s: float = 60.0) -> None:
+    def __init__(self, worker: RabbitMailbox, run: str, count: int, timeout_s: float = 60.0) -> None:
         super().__init__()
-        self.worker, self.run_id, self.count, self.size, self.timeout_s = worker, run, count, size, timeout_s
+        self.worker, self.run_id, self.count, self.timeout_s = worker, run, count, timeout_s
         self.sent = 0
 
     def run(self) -> None:
-        for sequence in range(1, self.count + 1):
-            self.worker.send("learner", rollout(self.run_id, sequence, size=self.size), self.timeout_s)
-            self.sent = sequence
+        with suppress(PeerLost):
+            for sequence in range(1, self.count + 1):
+                self.worker.send("learner", rollout(self.run_id, sequence, self.worker.name), self.timeout_s)
+                self.sent = sequence
 
 
 @pytest.fixture
@@ -103,11 +106,10 @@ def test_a_broker_that_comes_late_is_waited_for_and_a_full_backlog_holds_the_wor
     late.start()
     stream = Stream(worker, run, 40)
     stream.start()
-    wait_for(lambda: worker.trouble)
+    wait_for(lambda: "no broker answers" in hub.trouble and "no broker answers" in worker.trouble)
     began, cpu_s = time.monotonic(), time.process_time()
     with pytest.raises(PeerLost, match="no broker answers"):
-        for sequence in range(1, 10):
-            hub.mailbox().send("worker-0", rollout(run, sequence, "learner"), 0.2)
+        hub.mailbox().send("worker-0", rollout(run, 1, "learner"), 1.0)
     assert stream.sent <= 4 + 1
     assert time.process_time() - cpu_s < 0.3 * (time.monotonic() - began) + 0.1
     node.restart()
@@ -147,6 +149,7 @@ def test_what_is_published_three_times_is_received_once(node: Node, pair: tuple[
 
 LEARNER = """
 import os, signal, sys
+from troupe.transports import amqp
 from troupe.transports.amqp import Address
 from troupe.transports.rabbitmq import RabbitHub
 hub = RabbitHub(Address.parse(sys.stdin.readline().strip()), sys.argv[1], max_length=16)
@@ -158,12 +161,13 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 
 def test_what_a_killed_learner_had_not_finished_the_next_one_gets(node: Node, address: Address) -> None:
-    """It was given 1, 2 and 3 and asked for no more: 1 and 2 are finished, 3 may not be."""
+    """It was given 1, 2 and 3 and asked for no more: 3 comes again; 1 and 2 only if it died before it could say so."""
     run = new_run()
     process = subprocess.Popen(
         [sys.executable, "-c", LEARNER, run], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
-    assert process.stdin and process.stdout
+    assert process.stdin
+    assert process.stdout
     process.stdin.write(node.address + "\n")
     process.stdin.flush()
     assert process.stdout.readline() == "up\n"
@@ -178,7 +182,8 @@ def test_what_a_killed_learner_had_not_finished_the_next_one_gets(node: Node, ad
     got = []
     while (message := hub.mailbox().receive(1.0)) is not None:
         got.append(message.sequence)
-    assert got == list(range(3, 11))
+    assert got[-8:] == list(range(3, 11))
+    assert got[:-8] in ([], [2], [1, 2])
     worker.close()
     hub.close()
     process.stdin.close()
@@ -253,8 +258,7 @@ def test_the_bound_is_never_exceeded_with_fast_workers_and_a_slow_learner(node: 
     hub = RabbitHub(address, run, max_length=8, prefetch=3)
     workers = [RabbitMailbox(hub.connect(f"worker-{n}"), address) for n in range(3)]
     streams = [Stream(worker, run, 10**6, timeout_s=1.0) for worker in workers]
-    for number, stream in enumerate(streams):
-        stream.worker.name = f"worker-{number}"
+    for stream in streams:
         stream.start()
     seen = []
     over = time.monotonic() + 4.0
@@ -305,16 +309,17 @@ def test_an_alarm_blocks_publishing_and_nothing_else(node: Node, pair: tuple[Rab
     wait_for(lambda: not worker.blocked)
 
 
-def test_a_learner_that_computes_long_is_not_disconnected(pair: tuple[RabbitHub, RabbitMailbox, str]) -> None:
-    """The thread beats while the main one holds on to the interpreter as much as it can."""
-    hub, _, _ = pair
-    sent = hub._wire._publishing._connection.frames_sent, hub._wire._publishing.epoch
-    hub._wire._publishing._connection._heartbeat_checker._send_heartbeat()
-    until = time.monotonic() + 0.5
+def test_a_learner_that_computes_long_is_not_disconnected(address: Address, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The broker gives up a client after two silent heartbeats; here the thread beats, whatever the main one does."""
+    monkeypatch.setattr(amqp, "HEARTBEAT_S", 1)
+    hub = RabbitHub(address, new_run())
+    epochs = hub._wire._publishing.epoch, hub._wire._consuming.epoch
+    until = time.monotonic() + 4.0
     while time.monotonic() < until:
-        sum(range(1000))
-    wait_for(lambda: hub._wire._publishing._connection.frames_sent > sent[0])
-    assert hub._wire._publishing.epoch == sent[1]
+        sum(range(10_000))
+    assert (hub._wire._publishing.epoch, hub._wire._consuming.epoch) == epochs
+    assert not hub.trouble
+    hub.close()
 
 
 def test_a_folder_is_one_nodes_and_its_own(node: Node) -> None:
@@ -344,8 +349,8 @@ def test_without_the_package_its_name_is_told(tmp_path: Path, monkeypatch: pytes
         broker.start(tmp_path / "node")
 
 
-def listeners() -> set[str]:
-    """Processes of Erlang: the whole command line of each, by its pid."""
+def erlang_processes() -> set[str]:
+    """The process ids of all nodes and port mappers on this machine."""
     found = set()
     for process in Path("/proc").glob("[0-9]*"):
         try:
@@ -356,13 +361,18 @@ def listeners() -> set[str]:
     return found
 
 
+def ended(processes: set[str]) -> None:
+    """Until none of them is left."""
+    wait_for(lambda: not erlang_processes() & processes)
+
+
 SERVE = "import sys; from pathlib import Path; from troupe import broker; broker.serve(Path(sys.argv[1]))"
 
 
 def test_serving_tells_the_address_and_whatever_ends_it_ends_the_node(tmp_path: Path) -> None:
     """Asked with SIGTERM, it says nothing and leaves nothing; killed, it leaves no process either."""
     for number in (signal.SIGTERM, signal.SIGKILL):
-        before = listeners()
+        before = erlang_processes()
         process = subprocess.Popen(
             [sys.executable, "-u", "-c", SERVE, str(tmp_path / "node")], stdout=subprocess.PIPE, text=True
         )
@@ -370,11 +380,12 @@ def test_serving_tells_the_address_and_whatever_ends_it_ends_the_node(tmp_path: 
         address = Address.parse(process.stdout.readline().strip())
         with socket.create_connection((address.host, address.port), timeout=5.0):
             pass
-        assert len(listeners() - before) >= 3
+        ours = erlang_processes() - before
+        assert len(ours) >= 3
         os.kill(process.pid, number)
         assert process.stdout.read() == ""
         assert process.wait(15.0) == (0 if number == signal.SIGTERM else -signal.SIGKILL)
         process.stdout.close()
-        wait_for(lambda before=before: listeners() - before == set())
+        ended(ours)
     again = replace(address, port=1)
     assert again.password == (tmp_path / "node" / "password").read_text()

@@ -14,7 +14,7 @@ from urllib.parse import parse_qsl, quote, unquote, urlsplit
 from troupe.errors import ConfigError, MissingExtra, PeerLost, TroupeError, UserError
 
 try:
-    import pika
+    import pika as pika  # its other users take it from here, where it is missed with a sentence
     from pika import exceptions
 except ImportError as error:
     raise MissingExtra("pika, which --via amqp:// needs,", "rabbitmq") from error

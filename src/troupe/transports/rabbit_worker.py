@@ -5,6 +5,7 @@ from __future__ import annotations
 import secrets
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Final, TypedDict
 
 from troupe.errors import BadMessage, PeerLost
@@ -131,7 +132,7 @@ class RabbitMailbox:
             queue = f"{exchange}.{self.name}.{secrets.token_hex(4)}"
             self._queues[f"{topic}/{slot}"] = queue
             yield from (Exchange(exchange), Queue(queue, ours=True, arguments={"x-max-length": 1}))
-            yield from (Binding(queue, exchange), Consumer(queue, 1, lambda delivery, t=topic: self._news(t, delivery)))
+            yield from (Binding(queue, exchange), Consumer(queue, 1, partial(self._news, topic)))
         private = self.office.private_queue(self.name)
         yield from (private, Consumer(private.name, 4, self._intake.take))
 

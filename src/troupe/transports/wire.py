@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
+from functools import partial
 from typing import Any, Final
 
 from troupe.errors import PeerLost, TroupeError, UserError
@@ -235,7 +236,7 @@ class Wire:
             delay_s = min(longest, first * 2 ** min(end.attempts, 10)) * random.uniform(0.5, 1.0)
             if isinstance(explained(end.error, self.address), Locked) and self._on_locked():
                 delay_s = 0.0
-            self._loop.call_later(delay_s, lambda: self._leaving or end.connect())
+            self._loop.call_later(delay_s, partial(self._connect_again, end))
         if end is self._publishing:
             self.blocked = False
             if end.up:
@@ -246,6 +247,10 @@ class Wire:
             self._on_up()
         with self.condition:
             self.condition.notify_all()
+
+    def _connect_again(self, end: _End) -> None:
+        if not self._leaving:
+            end.connect()
 
     def _hopeless(self) -> TroupeError | None:
         """What no waiting will mend."""
