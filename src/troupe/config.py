@@ -48,9 +48,9 @@ class Config(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     ] = 0
     seed: Option[int, Meta(ge=0, description="the root of every random stream")] = 1
     name: Option[str, Meta(description="the run's name; the same name resumes")] = ""
-    until: Option[str, Meta(description="goals and limits: solved, score=S, steps=N, minutes=M, joined by commas")] = (
-        "solved,minutes=30"
-    )
+    until: Option[
+        str, Meta(description="goals and limits: solved, score=S, consecutive=N, steps=N, minutes=M, joined by commas")
+    ] = "solved,minutes=30"
     solved_at: Option[float | None, Meta(description="the evaluation mean that counts as solved")] = None
     horizon: Option[int, Meta(ge=1, description="steps over which schedules run while the goal is a score")] = 1_000_000
     net: Option[str, Meta(description="hidden layers as 64x64, or your own torch module as module:Class")] = "64x64"

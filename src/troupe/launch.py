@@ -101,7 +101,7 @@ class _Show:
             self._restore()
         self.reviews = Reviews(self.config, run.name, self.goal, self.books, self.algorithm.parameters, self._save_best)
         if resume and (best := run.load_best()) is not None:
-            self.reviews.best = float(best.info.get("mean", -math.inf))
+            self.reviews.best = float(best.info.get("merit", best.info.get("mean", -math.inf)))
 
     # Before the curtain ----------------------------------------------------------------------------------------------
 

@@ -28,7 +28,7 @@ class Reviews:
         self._asked = False
         self._heard_s = books.seconds_before
         self._taken_s = 0.0  # when the weights under review were taken
-        self.best = -math.inf  # mean of a complete evaluation
+        self.best = -math.inf  # merit of an evaluation
         self.last: panel.Evaluation | None = None
         self.solved: panel.Evaluation | None = None  # the one that met the goal
 
@@ -40,7 +40,7 @@ class Reviews:
         wanted = score if wanted is None else wanted
         promising = score is not None and wanted is not None and mean is not None and mean >= wanted
         if promising or self._books.seconds() - self._heard_s >= self._config.eval_every_s:
-            self._ask(desk, give_up_below=score)
+            self._ask(desk, may_give_up=True)
 
     def hear(self, desk: Mailbox, timeout_s: float = 0.0) -> None:
         """Take an evaluation that has arrived into the books."""
@@ -57,11 +57,12 @@ class Reviews:
             "episodes": len(result.returns), "low": self.last.low, "high": self.last.high, "complete": complete,
             "seconds": result.seconds, "taken_s": round(self._taken_s, 6), "greedy": self._config.eval_greedy,
         }  # fmt: skip
+        merit = self._goal.merit(result.returns, complete=complete)
         self._books.pages.write("eval", **figures, returns=result.returns)
-        if complete and mean > self.best:
-            self.best = mean
-            self._keep(message, figures)
-        if complete and self._goal.score is not None and mean >= self._goal.score:
+        if merit > self.best:
+            self.best = merit
+            self._keep(message, {**figures, "merit": merit})
+        if self._goal.met(result.returns, complete=complete):
             self.solved = self.last
             self._books.pages.write("solved", **figures)
 
@@ -75,17 +76,19 @@ class Reviews:
         if self._asked:  # one of older weights is under way: let it end first
             self._await(desk, wait, deadline)
         if not self.solved:
-            self._ask(desk, give_up_below=None)
+            self._ask(desk, may_give_up=False)
             self._await(desk, wait, deadline)
 
     def _await(self, desk: Mailbox, wait: Callable[[], bool], deadline: float) -> None:
         while self._asked and wait() and time.monotonic() < deadline:
             self.hear(desk, timeout_s=0.1)
 
-    def _ask(self, desk: Mailbox, *, give_up_below: float | None) -> None:
+    def _ask(self, desk: Mailbox, *, may_give_up: bool) -> None:
+        goal, in_a_row = self._goal, self._goal.consecutive
+        bar = goal.score if may_give_up and goal.score is not None else -math.inf
         meta = {
-            "steps": self._books.steps, "episodes": self._config.eval_episodes,
-            "give_up_below": -math.inf if give_up_below is None else give_up_below,
+            "steps": self._books.steps, "episodes": in_a_row or self._config.eval_episodes,
+            "give_up_below": -math.inf if in_a_row else bar, "fail_below": bar if in_a_row else -math.inf,
         }  # fmt: skip
         arrays = {"weights": self._parameters.weights()}
         self._asked, self._taken_s = True, self._books.seconds()

@@ -1,4 +1,4 @@
-"""Rollouts and weights as messages: what comes out is what went in, and anything else is refused by name."""
+"""Rollouts, episodes and weights as messages: what comes out is what went in, and anything else is refused by name."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from troupe.errors import BadMessage
-from troupe.roles.cargo import RolloutShape, pack_rollout, pack_weights
+from troupe.roles.cargo import EpisodesShape, RolloutShape, pack, pack_rollout, pack_weights
 from troupe.transports.codec import decode, encode, encoded_size
-from troupe.types import Array, Message, Rollout
+from troupe.types import Array, Episodes, Message, Rollout
 
 T, B = 3, 2
 SHAPE = RolloutShape(T, B, (4,), "float32", ())
@@ -136,6 +136,103 @@ def test_arrays_that_are_missing_or_too_many_are_refused() -> None:
 def test_a_rollout_never_takes_more_bytes_than_was_said(shape: RolloutShape) -> None:
     everything_ends = rollout(shape, ends=shape.steps * shape.batch)
     assert encoded_size(message(everything_ends)) <= shape.nbytes()
+
+
+# Episodes -------------------------------------------------------------------------------------------------------------
+
+MOST = 20
+FLAT = EpisodesShape(MOST, (4,), "float32", ())
+EPISODE_SHAPES = [FLAT, EpisodesShape(MOST, (84, 84), "uint8", ()), EpisodesShape(MOST, (3,), "float32", (2,))]
+
+
+def episodes(shape: EpisodesShape = FLAT, lengths: tuple[int, ...] = (3, 1, 5), told: int = 4) -> Episodes:
+    rng, count = np.random.default_rng(0), sum(lengths)
+    actions = rng.normal(size=(count, *shape.action)).astype(np.float32) if shape.action else rng.integers(3, size=count)
+    return Episodes(
+        observations=(100 * rng.random((count, *shape.observation))).astype(shape.observation_dtype), actions=actions,
+        lengths=np.array(lengths, np.int64), returns=rng.normal(size=len(lengths)).astype(np.float32), version=17,
+        steps=321, episode_returns=rng.normal(size=told).astype(np.float32), episode_lengths=rng.integers(1, 9, told),
+    )  # fmt: skip
+
+
+def parcel(one: Episodes | None = None) -> Message:
+    return pack(one or episodes(), run="r", sender="actor-1", incarnation=2, sequence=9, meta={"play_s": 0.5})
+
+
+@pytest.mark.parametrize("shape", EPISODE_SHAPES)
+@pytest.mark.parametrize("told", [0, 4])
+def test_episodes_arrive_as_they_were_sent(shape: EpisodesShape, told: int) -> None:
+    sent = episodes(shape, told=told)
+    packed = parcel(sent)
+    assert (packed.kind, packed.sequence, packed.version) == ("episodes", 9, 17)
+    assert packed.meta == {"play_s": 0.5, "steps": 321}
+    arrived = shape.unpack(decode(b"".join(encode(packed))))
+    assert (arrived.version, arrived.steps) == (17, 321)
+    for name in Episodes.__slots__:
+        if name not in ("version", "steps"):
+            found, expected = getattr(arrived, name), getattr(sent, name)
+            assert (found.dtype, found.shape) == (expected.dtype, expected.shape), name
+            np.testing.assert_array_equal(found, expected, err_msg=name)
+
+
+def test_a_rollout_is_packed_as_one() -> None:
+    assert pack(rollout(), run="r", sender="a", incarnation=0, sequence=1, meta={}).kind == "rollout"
+
+
+@pytest.mark.parametrize(
+    ("name", "array", "why"),
+    [
+        ("observations", np.zeros((8, 4), np.float32), r"observations is \[8, 4\], not \[9, 4\]"),
+        ("observations", np.zeros((9, 5), np.float32), r"observations is \[9, 5\], not \[9, 4\]"),
+        ("observations", np.zeros((9, 4)), "observations are float64, not float32"),
+        ("observations", np.full((9, 4), np.nan, np.float32), "observations holds a number that is not finite"),
+        ("actions", np.zeros((9, 1), np.int64), r"actions is \[9, 1\], not \[9\]"),
+        ("actions", np.zeros(9, np.float32), "actions are float32, not int64"),
+        ("actions", np.int64(3), "0 steps of episodes, where 1 to 20"),
+        ("actions", np.zeros(0, np.int64), "0 steps of episodes, where 1 to 20"),
+        ("actions", np.zeros(21, np.int64), "21 steps of episodes, where 1 to 20"),
+        ("lengths", np.array([3, 1, 4]), "do not sum to the 9 steps"),
+        ("lengths", np.array([3, -1, 7]), "do not sum to the 9 steps"),
+        ("lengths", np.array([0, 4, 5]), "do not sum to the 9 steps"),
+        ("lengths", np.array([2**62, 2**62, 9]), "do not sum to the 9 steps"),
+        ("lengths", np.array([4, 5]), "returns .* and lengths do not agree"),
+        ("returns", np.zeros((3, 1), np.float32), "returns .* and lengths do not agree"),
+        ("returns", np.array([0, np.inf, 0], np.float32), "returns holds a number that is not finite"),
+        ("returns", np.zeros(3), "returns are float64, not float32"),
+        ("episode_returns", np.zeros(3, np.float32), "episode_returns .* and episode_lengths do not agree"),
+        ("episode_lengths", np.array([1, 1, 0, 1]), "an episode of no length"),
+    ],
+)
+def test_episodes_that_are_not_as_agreed_are_refused_and_named(name: str, array: Array, why: str) -> None:
+    good = parcel()
+    with pytest.raises(BadMessage, match=f"^actor-1: .*{why}"):
+        FLAT.unpack(replace(good, arrays={**good.arrays, name: np.asarray(array)}))
+
+
+@pytest.mark.parametrize("steps", [None, 0, -5, 1.5, True, "many"])
+def test_a_count_of_steps_that_is_none_is_refused(steps: int | float | str | None) -> None:
+    meta = {} if steps is None else {"steps": steps}
+    with pytest.raises(BadMessage, match="^actor-1: .* is no number of steps that were played"):
+        FLAT.unpack(replace(parcel(), meta=meta))
+
+
+def test_more_episodes_than_were_agreed_are_not_told_of() -> None:
+    FLAT.unpack(parcel(episodes(told=MOST)))
+    with pytest.raises(BadMessage, match="^actor-1: 21 episodes are told of, where at most 20 were agreed"):
+        FLAT.unpack(parcel(episodes(told=MOST + 1)))
+
+
+def test_episodes_with_arrays_missing_or_too_many_are_refused() -> None:
+    good = parcel()
+    fewer = {name: array for name, array in good.arrays.items() if name != "lengths"}
+    for arrays in (fewer, {**good.arrays, "more": np.zeros(1)}, {}, message().arrays):
+        with pytest.raises(BadMessage, match="actor-1: a message of episodes has the arrays"):
+            FLAT.unpack(replace(good, arrays=arrays))
+
+
+@pytest.mark.parametrize("shape", EPISODE_SHAPES)
+def test_episodes_never_take_more_bytes_than_was_said(shape: EpisodesShape) -> None:
+    assert encoded_size(parcel(episodes(shape, lengths=(1,) * MOST, told=MOST))) <= shape.nbytes()
 
 
 def test_weights_travel_with_their_version_and_what_was_learned() -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -240,7 +241,7 @@ def test_an_address_keeps_its_password_out_of_sentences_and_records() -> None:
 MOVING = ("hogwild", "locked", "parameter-server")  # schemes whose weights others change while one learns
 
 
-def test_every_pair_is_taken_with_one_worker_but_ppo_where_weights_move() -> None:
+def test_every_pair_is_taken_with_one_worker_but_ppo_where_weights_move_and_elite_where_workers_learn() -> None:
     for algo in ALGORITHMS:
         base = resolve({"env": "CartPole-v1", "algo": algo})
         for scheme in SCHEMES:
@@ -251,6 +252,9 @@ def test_every_pair_is_taken_with_one_worker_but_ppo_where_weights_move() -> Non
                         check_pairs(config)
                 elif algo == "ppo" and scheme in MOVING:
                     with pytest.raises(ConfigError, match="use --scheme all-reduce or actor-learner, or --algo a3c"):
+                        check_pairs(config)
+                elif algo == "elite" and SCHEMES[scheme]().shares_vector:
+                    with pytest.raises(ConfigError, match="what everybody played: use --scheme actor-learner"):
                         check_pairs(config)
                 else:
                     check_pairs(config)
@@ -282,6 +286,9 @@ def test_an_option_of_another_scheme_is_refused_and_never_ignored(option: dict[s
         ("score=-3.5", Goal(-3.5, None, None)),
         ("solved, steps=10, minutes=2", Goal(475.0, 10, 120.0)),
         ("steps=1e6", Goal(None, 1_000_000, None)),
+        ("consecutive=100", Goal(475.0, None, None, 100)),
+        ("solved,consecutive=10,minutes=1", Goal(475.0, None, 60.0, 10)),
+        ("consecutive=10,score=200", Goal(200.0, None, None, 10)),
     ],
 )
 def test_goals_are_read(text: str, goal: Goal) -> None:
@@ -302,6 +309,8 @@ def test_goals_are_read(text: str, goal: Goal) -> None:
         ("steps=0", "the limit must be above 0"),
         ("steps=0.5", "the limit must be above 0"),
         ("minutes=-1", "the limit must be above 0"),
+        ("consecutive=0.5", "the limit must be above 0"),
+        ("consecutive", "'' is not a number; write for example consecutive=10"),
         ("solved,steps=", "'' is not a number"),
     ],
 )
@@ -314,6 +323,21 @@ def test_goals_that_are_none_are_refused(text: str, sentence: str) -> None:
 def test_solved_needs_to_know_what_solved_is() -> None:
     with pytest.raises(ConfigError, match="names no score that counts as solved; give --solved-at S"):
         parse_goal("solved", None)
+    with pytest.raises(ConfigError, match=r"--until consecutive=10: .*; give --solved-at S"):
+        parse_goal("consecutive=10", None)
+    assert parse_goal("score=3,consecutive=10", None) == Goal(3.0, None, None, 10)
+
+
+def test_what_meets_a_goal() -> None:
+    mean, row = Goal(10.0), Goal(10.0, consecutive=3)
+    good, mixed = np.array([10.0, 12.0, 10.0]), np.array([30.0, 9.9, 30.0])
+    assert mean.met(good, complete=True) and mean.met(mixed, complete=True)
+    assert not mean.met(good, complete=False), "abandoned: it is not the mean of all"
+    assert row.met(good, complete=True) and not row.met(mixed, complete=True)
+    assert not row.met(good[:2], complete=False)
+    assert not Goal(None, 5).met(good, complete=True)
+    assert mean.merit(mixed, complete=True) == pytest.approx(23.3) and mean.merit(mixed, complete=False) == -np.inf
+    assert row.merit(mixed, complete=False) == 1 and row.merit(good, complete=True) == 3
 
 
 def test_limits_and_progress() -> None:
@@ -333,3 +357,4 @@ def test_limits_and_progress() -> None:
 def test_a_goal_in_words() -> None:
     assert str(Goal(475.0, 20_000, 300.0)) == "mean >= 475 or 20,000 steps or 5 minutes"
     assert str(Goal(None, 5, None)) == "5 steps"
+    assert str(Goal(200.0, None, 60.0, 100)) == "100 episodes in a row >= 200 or 1 minutes"

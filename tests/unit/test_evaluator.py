@@ -154,6 +154,23 @@ def test_giving_up_is_judged_on_the_episodes_begun_first() -> None:
     assert result.mean > 600.0
 
 
+@pytest.mark.parametrize("lanes", [1, 8, 100])
+def test_the_first_episode_that_fails_is_the_last(lanes: int) -> None:
+    def score(seed: int) -> float:
+        return 9.0 if seed in (13, 17) else 10.0
+
+    result, _ = run(list(range(60)), lanes=lanes, fail_below=10.0, make_env=scored(score))
+    assert not result.complete
+    np.testing.assert_allclose(result.returns, [10.0] * 13 + [9.0])
+    assert len(result.lengths) == 14 and all(env.closed for env in Seeded.made)
+    if lanes < 60:
+        assert max(seed for env in Seeded.made for seed in env.seeds if seed is not None) < 13 + 8 * lanes
+    result, _ = run(list(range(13)), lanes=lanes, fail_below=10.0, make_env=scored(score))
+    assert result.complete and len(result.returns) == 13
+    result, _ = run(list(range(14)), lanes=lanes, fail_below=10.0, make_env=scored(score))
+    assert result.complete and result.returns[-1] < 10.0, "all were played: complete, and one failed"
+
+
 def test_a_complete_evaluation_is_complete_however_bad_it_was() -> None:
     result, _ = run(list(range(20)), lanes=32, give_up_below=1e9)
     assert result.complete  # all had ended by the time it could be judged

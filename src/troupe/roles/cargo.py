@@ -114,6 +114,9 @@ class EpisodesShape:
         lengths, steps = arrays["lengths"], message.meta.get("steps")
         if (lengths < 1).any() or (lengths > count).any() or lengths.sum() != count:
             raise BadMessage(f"{who}: the lengths of its episodes do not sum to the {count} steps of them")
+        if len(arrays["episode_lengths"]) > self.steps:
+            told = len(arrays["episode_lengths"])
+            raise BadMessage(f"{who}: {told} episodes are told of, where at most {self.steps} were agreed")
         if (arrays["episode_lengths"] < 1).any():
             raise BadMessage(f"{who}: an episode of no length")
         if not isinstance(steps, int) or isinstance(steps, bool) or steps < 1:

@@ -55,13 +55,14 @@ def evaluate(
     *,
     greedy: bool = True,
     give_up_below: float | None = None,
+    fail_below: float | None = None,
     lanes: int = 100,
     beat: Callable[[], None] = lambda: None,
 ) -> Evaluation:
     """One episode per seed, `lanes` of them side by side so that one network call serves all.
 
     `give_up_below`: stop once the mean is two standard errors under it. Judged on the episodes begun first, all of them
-    ended: those that end first would be the short, bad ones.
+    ended: those that end first would be the short, bad ones. `fail_below`: stop at the first episode under it.
     """
     begin = time.perf_counter()
     returns = np.full(len(seeds), np.nan)
@@ -95,15 +96,24 @@ def evaluate(
                 playing, seen = [playing[lane] for lane in left], seen[left]
             if give_up_below is not None and _hopeless(returns, judged, give_up_below):
                 break
+            if fail_below is not None and (returns[: _in_order(judged)] < fail_below).any():
+                break
     finally:
         for env in envs:
             env.close()
-    done = int(np.argmin(judged)) if not judged.all() else len(seeds)
+    done = _in_order(judged)
+    if fail_below is not None and (returns[:done] < fail_below).any():
+        done = int(np.argmax(returns[:done] < fail_below)) + 1
     return Evaluation(returns[:done], lengths[:done], done == len(seeds), time.perf_counter() - begin)
 
 
+def _in_order(judged: Array) -> int:
+    """The longest row of ended episodes from the first."""
+    return len(judged) if judged.all() else int(np.argmin(judged))
+
+
 def _hopeless(returns: Array, judged: Array, goal: float) -> bool:
-    ended = len(judged) if judged.all() else int(np.argmin(judged))  # the longest row of ended episodes from the first
+    ended = _in_order(judged)
     if ended < ENOUGH_TO_JUDGE or ended == len(judged):
         return False
     so_far = returns[:ended]
@@ -159,10 +169,10 @@ def evaluator(
         if candidate is not None:
             weights, meta = candidate.arrays["weights"], candidate.meta
             algorithm.parameters.load_weights(weights, candidate.version)
-            goal = float(meta["give_up_below"])
+            goal, bar = float(meta["give_up_below"]), float(meta.get("fail_below", -math.inf))
             result = evaluate(
                 algorithm, make_env, evaluation_seeds(rng, int(meta["episodes"])), rng, greedy=greedy, beat=beat,
-                give_up_below=goal if math.isfinite(goal) else None,
+                give_up_below=goal if math.isfinite(goal) else None, fail_below=bar if math.isfinite(bar) else None,
             )  # fmt: skip
             answer = Message(
                 "evaluation", run, "evaluator", incarnation, sequence, candidate.version,
