@@ -63,8 +63,15 @@ def rows(results: Iterable[Result], *, goal: bool) -> list[Row]:
     made = [Row(dict(group), members, goal, _spreads(members, goal)) for group, members in groups.items()]
     algos = list(dict.fromkeys(row.values.get("algo") for row in made))
     made.sort(key=lambda row: (algos.index(row.values.get("algo")), row.values.get("scheme") != ALONE))
-    times = {tuple(row.values.items()): row.spreads["train_s"] for row in made}
+    times = {tuple(row.values.items()): _time(row) for row in made}
     return [_with_speed_ups(row, times) for row in made]
+
+
+def _time(row: Row) -> Spread | None:
+    """What a speed-up compares: the time to train, or, of runs that all last as long as they may, that of a step."""
+    if row.goal:
+        return row.spreads["train_s"]
+    return spread([figures.seconds / figures.steps for figures in row.ended if figures.steps])
 
 
 def _spreads(members: Sequence[Result], goal: bool) -> dict[str, Spread | None]:
@@ -94,7 +101,7 @@ def _with_speed_ups(row: Row, times: Mapping[tuple[tuple[str, Scalar], ...], Spr
     """Against one worker of the same algorithm and scheme, and against one process of that algorithm."""
 
     def against(**other: Scalar) -> Spread | None:
-        mine = row.spreads["train_s"]
+        mine = _time(row)
         reference = times.get(tuple({**row.values, **other}.items()))
         return reference.speed_up(mine) if reference and mine else None
 

@@ -228,6 +228,15 @@ def test_where_there_is_no_score_to_reach_the_budget_is_the_training() -> None:
     assert "solved" not in tables.table_md("t", [row], [])
 
 
+def test_where_there_is_no_score_to_reach_a_speed_up_is_one_of_steps() -> None:
+    def lasting(steps: int, workers: int) -> Result:
+        cell = Cell({"algo": "a3c", "scheme": "hogwild", "workers": workers, "seed": 1})
+        return Result(cell, "ended", figures=figures(30.0, "limit", steps=steps))
+
+    _, two = tables.rows([lasting(3000, 1), lasting(5400, 2)], goal=False)
+    assert two.spreads["speed_up"] == Spread(pytest.approx(1.8), pytest.approx(1.8), pytest.approx(1.8))
+
+
 def test_what_has_no_figures_says_why() -> None:
     def cells(state: str, why: str, **values: Any) -> list[Result]:
         return [Result(Cell({**values, "seed": seed}), state, why) for seed in (1, 2)]
