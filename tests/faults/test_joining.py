@@ -1,0 +1,134 @@
+"""Machines that join a run over a broker: they come, go, are killed and return, and the learner's books stay exact."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from command import Run
+
+from troupe import broker
+
+SENTENCE_S = 20.0  # from the command to what is wrong, the start-up included
+OPTIONS = {"scheme": "actor-learner", "algo": "impala", "backend": "gymnasium", "envs": 8, "eval_episodes": 2}
+Command = Callable[..., Run]
+
+
+@pytest.fixture
+def command(tmp_path: Path, node: broker.Node, monkeypatch: pytest.MonkeyPatch) -> Iterator[Command]:
+    """Start `troupe ...` beside the session's broker; whatever is left at the end of the test is a failure of it."""
+    monkeypatch.setenv("TROUPE_BROKER", node.address)
+    begun: list[Run] = []
+
+    def start(*words: str, run: str = "run", **options: object) -> Run:
+        texts = [f"--{key.replace('_', '-')}={value}" for key, value in options.items()]
+        begun.append(Run(tmp_path, [*words, *texts], name=run))
+        return begun[-1]
+
+    yield start
+    for run in begun:
+        run.end()
+    for run in begun:
+        run.assert_nothing_is_left()
+
+
+def train(command: Command, name: str, env: str = "CartPole-v1", **options: object) -> Run:
+    given = {**OPTIONS, "via": "rabbitmq", "workers": 0, "until": "minutes=2", **options}
+    return command("train", env, "--quiet", f"--name={name}", run=name, **given)
+
+
+def machines(run: Run, what: str) -> list[str]:
+    return [str(line["machine"]) for line in run.lines("machine") if line["what"] == what]
+
+
+def steps(run: Run) -> int:
+    found = run.lines("progress")
+    return int(found[-1]["steps"]) if found else 0
+
+
+def test_machines_come_and_go_and_the_goal_is_reached(command: Command) -> None:
+    """T1 and T2 over a broker: nobody plays here; one machine joins, is killed whole, another one takes its place."""
+    learner = train(command, "coming", until="solved,minutes=3")
+    first = command("join", "--workers=2", "--once", "--run=coming")
+    learner.until(lambda: steps(learner) > 0)
+    assert len(machines(learner, "joined")) == 1
+    os.killpg(first.process.pid, signal.SIGKILL)
+    first.wait()
+    first.assert_nothing_is_left()
+    second = command("join", "--workers=2", "--once", "--run=coming")
+    assert learner.wait(180) == 0, learner.said()
+    assert second.wait() == 0, second.said()
+    assert "is done" in second.said()
+    assert len(machines(learner, "joined")) == 2
+    left = [line for line in learner.lines("machine") if line["what"] == "left"]
+    assert not left or left[-1]["steps"] > 0
+    ledger = learner.lines("end")[-1]["ledger"]
+    assert ledger["messages"] == ledger["trained"] + ledger["rejected"] and ledger["rejected"] == 0
+
+
+def test_two_runs_with_different_environments_share_a_broker_and_nothing_else(command: Command) -> None:
+    runs = {name: train(command, name, env, workers=1, until="steps=20000") for name, env in
+            (("poles", "CartPole-v1"), ("robots", "Acrobot-v1"))}  # fmt: skip
+    guests = [command("join", "--workers=1", "--once", f"--run={name}") for name in runs]
+    for run in runs.values():
+        assert run.wait(120) == 0, run.said()
+        ledger = run.lines("end")[-1]["ledger"]
+        assert ledger["rejected"] == 0 and ledger["trained"] == ledger["messages"] > 0
+    for guest in guests:
+        assert guest.wait() == 0, guest.said()
+
+
+def test_a_second_learner_is_refused_unless_it_shares_the_queue(command: Command) -> None:
+    first = train(command, "led", workers=1)
+    first.until(lambda: steps(first) > 0)
+    refused = command("train", "CartPole-v1", "--quiet", "--name=led", **OPTIONS, via="rabbitmq", until="steps=5000")
+    assert refused.wait(SENTENCE_S) == 2
+    again = train(command, "other", share="led", until="steps=5000")
+    assert again.wait(60) == 0, again.said()  # it learned from what the first one's worker played
+    first.signal(signal.SIGINT)
+    assert first.wait() == 130
+
+
+def test_who_cannot_play_what_is_asked_says_so_in_a_sentence_on_both_sides(command: Command) -> None:
+    learner = train(command, "own", "fault_envs:Walk", workers=1)
+    learner.until(lambda: steps(learner) > 0)
+    guest = command("join", "--workers=1", "--once", "--run=own")
+    assert guest.wait(SENTENCE_S) == 2
+    assert "allow it with --allow fault_envs" in guest.said() and "Traceback" not in guest.said()
+    learner.until(lambda: machines(learner, "refused"))
+    learner.signal(signal.SIGTERM)
+    assert learner.wait() == 143
+
+
+def test_who_joins_before_any_learner_waits_and_says_so(command: Command) -> None:
+    guest = command("join", "--workers=1", "--once", "--run=later")
+    guest.until(lambda: "waits for a learner of run later" in guest.said())
+    learner = train(command, "later", until="steps=3000")
+    assert learner.wait(90) == 0, learner.said()
+    assert guest.wait() == 0, guest.said()
+
+
+@pytest.mark.parametrize(
+    ("address", "sentence"),
+    [
+        ("amqp://troupe:wrong@127.0.0.1:{port}/", "password"),
+        ("amqp://127.0.0.1:1/", "no broker answers there"),
+        ("{node}nowhere", "virtual host"),
+    ],
+)
+def test_a_broker_that_cannot_be_used_is_told_in_one_sentence(
+    command: Command, node: broker.Node, address: str, sentence: str
+) -> None:
+    there = address.format(port=node.port, node=node.address)
+    for run in (
+        command("join", there, "--workers=1", "--once"),
+        command("train", "CartPole-v1", "--quiet", f"--via={there}", "--name=refused", run="refused", **OPTIONS),
+    ):
+        assert run.wait(SENTENCE_S) in (1, 2), run.said()
+        told = [line for line in run.said().splitlines() if line.startswith("troupe: ")]
+        assert len(told) == 1 and sentence in told[0], run.said()
+        assert "Traceback" not in run.said() and "wrong" not in run.said()
+        assert not run.path.exists()
