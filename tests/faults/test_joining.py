@@ -23,9 +23,10 @@ def command(tmp_path: Path, node: broker.Node, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setenv("TROUPE_BROKER", node.address)
     begun: list[Run] = []
 
-    def start(*words: str, run: str = "run", **options: object) -> Run:
+    def start(*words: str, run: str = "run", home: str = "here", **options: object) -> Run:
         texts = [f"--{key.replace('_', '-')}={value}" for key, value in options.items()]
-        begun.append(Run(tmp_path, [*words, *texts], name=run))
+        (tmp_path / home).mkdir(exist_ok=True)
+        begun.append(Run(tmp_path / home, [*words, *texts], name=run))
         return begun[-1]
 
     yield start
@@ -84,9 +85,10 @@ def test_two_runs_with_different_environments_share_a_broker_and_nothing_else(co
 def test_a_second_learner_is_refused_unless_it_shares_the_queue(command: Command) -> None:
     first = train(command, "led", workers=1)
     first.until(lambda: steps(first) > 0)
-    refused = command("train", "CartPole-v1", "--quiet", "--name=led", **OPTIONS, via="rabbitmq", until="steps=5000")
-    assert refused.wait(SENTENCE_S) == 2
-    again = train(command, "other", share="led", until="steps=5000")
+    second = train(command, "led", home="another machine")
+    assert second.wait(SENTENCE_S) == 2
+    assert "the run 'led' is taken" in second.said() and not second.path.exists()
+    again = train(command, "other", home="another machine", share="led", until="steps=5000")
     assert again.wait(60) == 0, again.said()  # it learned from what the first one's worker played
     first.signal(signal.SIGINT)
     assert first.wait() == 130
