@@ -16,9 +16,10 @@ $(READY): pyproject.toml constraints.txt
 train: setup
 	$(BIN)/troupe train LunarLander-v3
 
-# strace breaks system calls on purpose in the tests of the checkpoints
+# strace breaks system calls on purpose in the tests of the checkpoints; the tests start RabbitMQ nodes of their own
 debian:
-	@command -v strace >/dev/null || (apt-get update -qq && apt-get install -y -qq strace)
+	@(command -v strace && command -v openssl && test -x /usr/lib/rabbitmq/bin/rabbitmq-server) >/dev/null \
+	|| (apt-get update -qq && apt-get install -y -qq strace openssl rabbitmq-server)
 
 test: setup debian
 	$(BIN)/python -m pytest
