@@ -68,7 +68,7 @@ def test_a_broker_killed_mid_stream_costs_nothing_and_both_are_back_soon(
     hub, worker, run = pair
     stream = Stream(worker, run, 300)
     stream.start()
-    got = []
+    got: list[int] = []
     while len(got) < 100:
         message = hub.mailbox().receive(10.0)
         assert message is not None

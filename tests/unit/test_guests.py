@@ -89,7 +89,7 @@ def test_what_a_machine_says_of_itself_is_written_as_it_goes_and_at_its_end() ->
 
 def test_figures_that_are_none_are_nought_and_long_words_are_cut() -> None:
     house = House()
-    wrong = {"steps": "many", "seconds": float("nan"), "workers": -1, "lost": 2**60}
+    wrong: dict[str, Any] = {"steps": "many", "seconds": float("nan"), "workers": -1, "lost": 2**60}
     house.asks("protocol", "a", **wrong, cause="x" * 10_000, last=False)
     line = house.lines[-1]
     assert [line[name] for name in ("steps", "seconds", "workers", "lost")] == [0, 0, 0, 0]
