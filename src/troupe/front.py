@@ -9,7 +9,7 @@ from typing import Any, Final
 from troupe.addresses import find
 from troupe.balance import Balance
 from troupe.config import Config
-from troupe.errors import ConfigError
+from troupe.errors import ConfigError, PeerLost
 from troupe.guests import Guests
 from troupe.ports import Mailbox
 from troupe.task import Task
@@ -40,11 +40,14 @@ class Front:
                 f"broker: give fewer --envs than {config.envs}, more --workers, or shorter --rollout-steps"
             )
         self._address = find(config.via)  # password and all: for this machine's workers, and never shown
-        self.hub = RabbitHub(
-            Address.parse(self._address), run, name=config.name if config.share else "learner",
-            topics={topic: size + _GUESTS_BYTES for topic, size in topics.items()},
-            mode=config.delivery, max_length=config.queue, share=bool(config.share),
-        )  # fmt: skip
+        try:
+            self.hub = RabbitHub(
+                Address.parse(self._address), run, name=config.name if config.share else "learner",
+                topics={topic: size + _GUESTS_BYTES for topic, size in topics.items()},
+                mode=config.delivery, max_length=config.queue, share=bool(config.share),
+            )  # fmt: skip
+        except PeerLost as e:  # nothing has begun, so nothing is left behind
+            raise ConfigError(str(e)) from e
         self._balance = Balance(self.hub.depth)
         self._guests: Guests | None = None
         self._blocked = False

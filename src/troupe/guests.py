@@ -40,10 +40,8 @@ class Guests:
         """Answer all that was asked since."""
         while (request := self._reception.requests(0.0)) is not None:
             answer = {"ask": self._offer, "join": self._join, "protocol": self._protocol, "refuse": self._refused}
-            reply = answer.get(request.kind, self._unknown)(request)
-            if reply is not None:
-                meta = {"machine": request.sender, **reply}
-                self._reception.answer(request, Message("answer", self._task.run, "learner", meta=meta))
+            meta = {"machine": request.sender, **answer.get(request.kind, self._unknown)(request)}
+            self._reception.answer(request, Message("answer", self._task.run, "learner", meta=meta))
 
     def _offer(self, request: Message) -> dict[str, Any]:
         return {"task": msgspec.json.encode(self._task).decode()}
@@ -73,10 +71,11 @@ class Guests:
             self._say(f"{request.sender} left after {figures['steps']:,} steps")
         return {"heard": True}
 
-    def _refused(self, request: Message) -> None:
+    def _refused(self, request: Message) -> dict[str, Any]:
         why = str(request.meta.get("why", ""))[:_WORDS]
         self._write("machine", what="refused", machine=request.sender, why=why)
         self._say(f"{request.sender} cannot play: {why}")
+        return {"heard": True}
 
     def _unknown(self, request: Message) -> dict[str, Any]:
         return {"refused": f"{request.kind[:_WORDS]!r} is nothing that is asked here"}

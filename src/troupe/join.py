@@ -81,7 +81,7 @@ def join(machine: Machine, desk: Desk) -> int:
                 config = tasks.accept(task, machine.allowed)
             except TroupeError as e:
                 machine.refused[task.run] = str(e)
-                desk.ask(machine.message("refuse", task.run, why=str(e)), run=task.run, timeout_s=0.0)
+                desk.ask(machine.message("refuse", task.run, why=str(e)), run=task.run, timeout_s=ASK_S)
                 if machine.once or machine.run:
                     raise ConfigError(str(e)) from e
                 print(f"troupe: {e}", file=sys.stderr)
