@@ -1,78 +1,100 @@
-"""An actor plays every learner's newest agent in turn, waits for what it owes, and rests as long as it is asked to."""
+"""The actor: nothing is sent that is not worth it, and whoever sent nothing waits for nobody."""
 
 from __future__ import annotations
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 
-from troupe import build
-from troupe.ports import Algorithm
-from troupe.resolve import resolve
-from troupe.roles.actor import Agents, actor
-from troupe.roles.cargo import pack_weights
+from troupe.roles.actor import actor
+from troupe.roles.cargo import EpisodesShape, pack_weights
 from troupe.transports.memory import MemoryHub
-from troupe.types import Message
+from troupe.types import Array, Episodes, Message
 
-CONFIG = resolve({"env": "CartPole-v1", "algo": "a3c", "backend": "gymnasium", "envs": 2, "rollout_steps": 4})
+SHAPE = EpisodesShape(10, (2,), "float32", ())
+
+
+class Choosy:
+    """Finds every third rollout worth sending."""
+
+    def __init__(self) -> None:
+        self.parameters = SimpleNamespace(load_weights=lambda weights, version: None)
+        self.annealed: list[float] = []
+        self.anneal = self.annealed.append
+        self.played = 0
+
+    def sift(self, rollout: Any) -> Episodes | None:
+        self.played += 1
+        if self.played % 3:
+            return None
+        one: Array = np.ones(1, np.int64)
+        return Episodes(np.zeros((1, 2), np.float32), one, one, np.zeros(1, np.float32), 0, 12, np.zeros(0, np.float32),
+                        np.zeros(0, np.int64))  # fmt: skip
+
+
+class Player:
+    """Takes a second of the environments' time for each rollout."""
+
+    def __init__(self) -> None:
+        self.env_s, self.waits = 0.0, 0
+
+    def play(self, algorithm: Any, steps: int) -> None:
+        self.env_s += 1.0
+
+    def beat(self, steps: int) -> None:
+        self.waits += 1
 
 
 @pytest.fixture
-def algorithm() -> Algorithm:
-    player = build.build_player(CONFIG, 0, 0)
-    made = build.build_algorithm(CONFIG, player.envs.observation_space, player.envs.action_space)
-    player.envs.close()
-    return made
+def hub() -> MemoryHub:
+    return MemoryHub()
 
 
-def weights(algorithm: Algorithm, sender: str, version: int, **meta: float) -> Message:
-    vector = np.full_like(algorithm.parameters.weights(), version / 1000)
-    return pack_weights(vector, "run", sender, version, {"progress": 0.0, **meta})
-
-
-def test_the_agents_of_several_learners_play_in_turn_each_the_newest_of_its_learner(algorithm: Algorithm) -> None:
-    agents, played = Agents("actor-0.0"), []
-    for news in (weights(algorithm, "a", 1), weights(algorithm, "b", 11), weights(algorithm, "a", 2)):
-        agents.take(news)
-    for _ in range(4):
-        agents.enter(algorithm)
-        played.append(algorithm.parameters.version)
-        assert algorithm.parameters.weights()[0] == np.float32(algorithm.parameters.version / 1000)
-    assert played == [2, 11, 2, 11]
-    agents.take(weights(algorithm, "b", 12))
-    agents.enter(algorithm)
-    agents.enter(algorithm)
-    assert algorithm.parameters.version == 12
-
-
-def test_what_any_learner_has_merged_is_learned_from(algorithm: Algorithm) -> None:
-    agents = Agents("actor-0.3")
-    assert agents.learned == -1
-    agents.take(weights(algorithm, "a", 1, **{"actor-0.3": 2, "actor-0.2": 9}))
-    assert agents.learned == 2
-    agents.take(weights(algorithm, "b", 1, **{"actor-0.3": 5}))
-    assert agents.learned == 5
-
-
-def turns(rest_s: float, algorithm: Algorithm, count: int) -> int:
-    """How many messages an actor sends in so many turns, where a learner merges each at once and asks for a rest."""
-    hub = MemoryHub()
-    learner, mine = hub.mailbox("learner"), hub.mailbox("actor-0")
+def begun(hub: MemoryHub, lag: int) -> tuple[Iterator[None], Choosy, Player]:
+    algorithm, player = Choosy(), Player()
     loop = actor(
-        algorithm, build.build_player(CONFIG, 0, 0), mine, run="run", name="actor-0", incarnation=0, steps=4,
-        lag_rollouts=0, send_timeout_s=1.0,
+        algorithm, player, hub.mailbox("actor-0"), run="r", name="actor-0", incarnation=0, steps=4,  # type: ignore[arg-type]
+        lag_rollouts=lag, send_timeout_s=1.0,
     )  # fmt: skip
-    learner.publish("weights", weights(algorithm, "learner", 0, rest_s=rest_s))
-    sent = 0
-    for _ in range(count):
+    return loop, algorithm, player
+
+
+def publish(hub: MemoryHub, learned: int) -> None:
+    weights = pack_weights(np.zeros(1, np.float32), "r", "learner", learned, {"actor-0.0": learned, "progress": 0.0})
+    hub.mailbox("learner").publish("weights", weights)
+
+
+def received(hub: MemoryHub) -> list[Message]:
+    return list(iter(lambda: hub.mailbox("learner").receive(0.0), None))
+
+
+def test_only_what_is_worth_it_is_sent_with_the_time_of_all_before_it(hub: MemoryHub) -> None:
+    loop, algorithm, _ = begun(hub, lag=100)
+    publish(hub, 0)
+    for _ in range(8):
         next(loop)
-        if (message := learner.receive(0.0)) is not None:
-            sent += 1
-            assert message.sequence == sent
-            meta = {"actor-0.0": message.sequence, "rest_s": rest_s}
-            learner.publish("weights", weights(algorithm, "learner", sent, **meta))
-    return sent
+    sent = received(hub)
+    assert algorithm.played == 8 and [message.sequence for message in sent] == [1, 2]
+    for message in sent:
+        assert message.meta["env_s"] == 3.0, "of three rollouts"
+        assert float(message.meta["play_s"]) >= 0.0 and SHAPE.unpack(message).steps == 12
 
 
-def test_who_is_asked_to_rest_sends_nothing_meanwhile(algorithm: Algorithm) -> None:
-    assert turns(0.0, algorithm, 20) == 20
-    assert turns(3600.0, algorithm, 20) == 0
+def test_an_actor_waits_for_what_it_sent_and_not_for_what_it_only_played(hub: MemoryHub) -> None:
+    loop, algorithm, player = begun(hub, lag=0)
+    next(loop)
+    assert algorithm.played == 0 and player.waits == 1, "no weights yet"
+    publish(hub, 0)
+    for _ in range(3):
+        next(loop)
+    assert algorithm.played == 3 and len(received(hub)) == 1
+    next(loop)
+    next(loop)
+    assert algorithm.played == 3, "the one that was sent is not learned from yet"
+    publish(hub, 1)
+    for _ in range(3):
+        next(loop)
+    assert algorithm.played == 6

@@ -147,7 +147,8 @@ EPISODE_SHAPES = [FLAT, EpisodesShape(MOST, (84, 84), "uint8", ()), EpisodesShap
 
 def episodes(shape: EpisodesShape = FLAT, lengths: tuple[int, ...] = (3, 1, 5), told: int = 4) -> Episodes:
     rng, count = np.random.default_rng(0), sum(lengths)
-    actions = rng.normal(size=(count, *shape.action)).astype(np.float32) if shape.action else rng.integers(3, size=count)
+    continuous = rng.normal(size=(count, *shape.action)).astype(np.float32)
+    actions = continuous if shape.action else rng.integers(3, size=count)
     return Episodes(
         observations=(100 * rng.random((count, *shape.observation))).astype(shape.observation_dtype), actions=actions,
         lengths=np.array(lengths, np.int64), returns=rng.normal(size=len(lengths)).astype(np.float32), version=17,
@@ -212,13 +213,13 @@ def test_episodes_that_are_not_as_agreed_are_refused_and_named(name: str, array:
 @pytest.mark.parametrize("steps", [None, 0, -5, 1.5, True, "many"])
 def test_a_count_of_steps_that_is_none_is_refused(steps: int | float | str | None) -> None:
     meta = {} if steps is None else {"steps": steps}
-    with pytest.raises(BadMessage, match="^actor-1: .* is no number of steps that were played"):
+    with pytest.raises(BadMessage, match=r"^actor-1: .* is no number of steps that were played"):
         FLAT.unpack(replace(parcel(), meta=meta))
 
 
 def test_more_episodes_than_were_agreed_are_not_told_of() -> None:
     FLAT.unpack(parcel(episodes(told=MOST)))
-    with pytest.raises(BadMessage, match="^actor-1: 21 episodes are told of, where at most 20 were agreed"):
+    with pytest.raises(BadMessage, match=r"^actor-1: 21 episodes are told of, where at most 20 were agreed"):
         FLAT.unpack(parcel(episodes(told=MOST + 1)))
 
 

@@ -173,7 +173,7 @@ options = st.fixed_dictionaries(
         "observation_scale": st.lists(st.floats(-10, 10), max_size=4),
         "tensorboard": st.booleans(),
         "name": st.text(max_size=5),
-        "gamma": numbers,
+        "max_gradient_norm": numbers,
         "learning_rate": numbers,
         "rollout_steps": st.integers(1, 999),
     },
