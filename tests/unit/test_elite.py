@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import numpy as np
@@ -25,6 +25,7 @@ from troupe.episodes import Episode
 from troupe.errors import ConfigError
 from troupe.nets import NetSpec
 from troupe.parameters import Parameters
+from troupe.ports import Algorithm
 from troupe.resolve import check_pairs, preset, resolve
 from troupe.roles.learn import learn
 from troupe.schemes import SCHEMES
@@ -399,6 +400,6 @@ def test_a_learner_that_plays_nothing_itself_learns_the_same() -> None:
         if sent is not None:
             for algorithm in (playing, learning):
                 algorithm.remember(sent)
-                learn(algorithm, apply_here)
+                learn(cast(Algorithm, algorithm), apply_here)
     assert playing.parameters.version > 3
     assert torch.equal(playing.parameters.vector, learning.parameters.vector)

@@ -68,7 +68,7 @@ def test_no_two_workers_have_the_same_place() -> None:
 def test_a_number_of_workers_that_is_none_gets_no_place() -> None:
     house = House()
     for workers in (0, -1, 10**9, "2", 1.5, None):
-        meta = {} if workers is None else {"workers": workers}
+        meta: dict[str, Any] = {} if workers is None else {"workers": workers}
         answer = house.asks("join", **meta)
         assert answer is not None and "rank" not in answer and "no number of workers" in str(answer["refused"])
     assert not house.lines
