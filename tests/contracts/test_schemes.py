@@ -7,7 +7,7 @@ import os
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ import pytest
 from troupe import api
 from troupe.algos import ALGORITHMS
 from troupe.books import PARTS, Books
+from troupe.broker import Node
 from troupe.checkpoints import Checkpoint
 from troupe.errors import ConfigError
 from troupe.goal import Goal
@@ -59,8 +60,10 @@ def some_algorithm(scheme: str) -> str:
 
 
 @pytest.fixture(autouse=True)
-def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def runs(tmp_path: Path, node: Node, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The runs folder; and a broker, for the transport that needs one."""
     monkeypatch.setenv("TROUPE_RUNS", str(tmp_path / "runs"))
+    monkeypatch.setenv("TROUPE_BROKER", node.address)
     return tmp_path / "runs"
 
 
@@ -129,7 +132,9 @@ def test_one_worker_without_overlap_gives_the_weights_of_local_bit_for_bit(
     expected = local(algo, backend)
     if "optimiser" in options:
         expected = train("local", algo, scheme="local", via="memory", backend=backend, optimiser=options["optimiser"])
-    for via in TRANSPORTS if backend == "gymnasium" else ("memory",):
+    carriers = [via for via in TRANSPORTS if allowed(algo, scheme, via, 1)]
+    assert len(carriers) == (3 if scheme == "actor-learner" else 2), "memory and shared; messages go over a broker too"
+    for via in carriers if backend == "gymnasium" else ("memory",):
         cut = train(via, algo, scheme=scheme, via=via, backend=backend, overlap=False, **options)
         assert_same(cut, expected, learned_there=not SCHEMES[scheme]().shares_vector)
 
@@ -308,8 +313,21 @@ def test_every_preset_names_a_scheme_and_an_algorithm_that_are_there() -> None:
 # What a run leaves, and what it opens --------------------------------------------------------------------------------
 
 
+BROKER = ("beam.smp", "epmd")  # the session's own broker: it is there before any run, and after
+
+
+def family() -> list[psutil.Process]:
+    """This process and all that descend from it, but for the broker and what that starts."""
+    own, found = psutil.Process(), []
+    for child in own.children():
+        with suppress(psutil.NoSuchProcess):
+            if child.name() not in BROKER:
+                found += [child, *child.children(recursive=True)]
+    return [own, *found]
+
+
 def descendants() -> set[int]:
-    return {child.pid for child in psutil.Process().children(recursive=True)}
+    return {process.pid for process in family()[1:]}
 
 
 class Watch:
@@ -322,10 +340,9 @@ class Watch:
         self.on_loopback: list[str] = []
 
     def look(self) -> None:
-        own = psutil.Process()
-        family = [own, *own.children(recursive=True)]
-        self.processes = max(self.processes, len(family) - 1)
-        for process in family:
+        seen = family()
+        self.processes = max(self.processes, len(seen) - 1)
+        for process in seen:
             try:
                 for connection in process.net_connections("inet"):
                     local = connection.laddr
