@@ -50,7 +50,7 @@ class Assembler:
         done: dict[int, Episode] = {}
         for lane in range(ends.shape[1]):
             begin = 0
-            for end in np.flatnonzero(ends[:, lane]):
+            for end in np.flatnonzero(ends[:, lane]).tolist():
                 self._grow(lane, rollout, begin, end + 1)
                 i = int(number[end, lane])
                 if wanted[i] and self._kept[lane] and self._played[lane] == rollout.episode_lengths[i]:

@@ -78,7 +78,7 @@ class Batch:
 
     def split(self, index: Tensor, size: int) -> Iterator[Batch]:
         """The rows that `index` names, `size` at a time."""
-        for rows in index.split(size):
+        for rows in torch.split(index, size):
             yield Batch(self.observations[rows], self.actions[rows], self.weights[rows])
 
 
@@ -252,8 +252,8 @@ class Sieve:
 
     def state(self) -> State:
         """Open episodes, recent returns, and what is not told yet."""
-        arrays = {"recent": np.array(self.recent, np.float64), "returns": self.returns, "lengths": self.lengths}
-        state = State(arrays, {"steps": self.steps})
+        recent = np.array(self.recent, np.float64)
+        state = State({"recent": recent, "returns": self.returns, "lengths": self.lengths}, {"steps": self.steps})
         state.put("episodes", self.episodes.state())
         return state
 
