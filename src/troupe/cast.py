@@ -11,7 +11,7 @@ from typing import Any, Final, Protocol
 from troupe.build import env_spec
 from troupe.envs import envpool_has
 from troupe.errors import EnvironmentFault, TroupeError
-from troupe.parts import EVALUATOR, LIVES, PLAYERS, Stage, perform
+from troupe.parts import EVALUATOR, LIVES, MEMORY_MESSAGES, PLAYERS, Stage, perform
 from troupe.ports import Mailbox
 from troupe.pulse import Pulse
 from troupe.roles.cargo import Cargo
@@ -180,10 +180,10 @@ class SerialCast:
     """The serial twin: every part is a generator in this process, and takes its turn after the main one."""
 
     def __init__(self, stage: Stage, parts: list[Part]) -> None:
-        hubs = {name: MemoryHub(capacity=4 * max(1, len(parts))) for name in ("learner", "desk")}
+        hubs = {name: MemoryHub(capacity=MEMORY_MESSAGES * max(1, len(parts))) for name in ("learner", "desk")}
         self.learner, self.desk = hubs["learner"].mailbox("learner"), hubs["desk"].mailbox("desk")
         servers = [part for part in parts if part.role == "server"]
-        hubs |= {part.name: MemoryHub(capacity=4 * len(parts)) for part in servers}
+        hubs |= {part.name: MemoryHub(capacity=MEMORY_MESSAGES * len(parts)) for part in servers}
         self._servers = [self._play(part, stage, hubs, lambda: None) for part in servers]
         others = [part for part in parts if part.role != "server"]
         self._loops = [*self._servers, *(self._play(part, stage, hubs, self._serve) for part in [*others, EVALUATOR])]

@@ -34,6 +34,7 @@ from troupe.transports.shared import HubMailbox, SharedMailbox
 EVALUATOR: Final = Part("evaluator", 0, essential=True)
 PLAYERS: Final = ("actor", "worker")  # the roles that play
 LIVES: Final = 1000  # incarnations per life of a run: those of a resumed run never meet those before
+MEMORY_MESSAGES: Final = 4  # that may wait of each part where all take turns in one thread
 _NAP_S: Final = 0.01  # of a worker that has nothing to do
 
 Beat = Callable[[int], None]
@@ -102,6 +103,8 @@ def _actor(stage: Stage, links: Links, who: Who, beat: Beat) -> Iterator[None]:
     player = build_player(config, who.rank, who.incarnation, beat)
     algorithm = build_algorithm(config, player.envs.observation_space, player.envs.action_space, rank=who.rank)
     lag = algorithm.lag_rollouts if config.overlap else 0
+    if config.via == "memory":  # one thread cannot wait for itself: no more than the mailbox holds of each actor
+        lag = min(lag, MEMORY_MESSAGES - 1)
     return actor(
         algorithm, player, links["learner"], run=who.run, name=who.name, incarnation=who.incarnation,
         steps=rollout_steps(config), lag_rollouts=lag, send_timeout_s=config.step_timeout_s,

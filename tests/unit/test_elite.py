@@ -395,10 +395,11 @@ def test_the_published_settings_are_those_of_the_fixed_rule_in_the_presets() -> 
 
 def test_a_learner_that_plays_nothing_itself_learns_the_same() -> None:
     playing, learning = make(), make()
+    both: list[Any] = [playing, learning]
     for one in PLAYED:
         sent = playing.sift(one)
         if sent is not None:
-            for algorithm in (playing, learning):
+            for algorithm in both:
                 algorithm.remember(sent)
                 learn(cast(Algorithm, algorithm), apply_here)
     assert playing.parameters.version > 3
