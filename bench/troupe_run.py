@@ -71,8 +71,8 @@ def train_command(args: argparse.Namespace) -> list[str]:
     until = minutes if args.no_stop or args.quality_episodes else f"solved,{minutes}"
     goal = ["--solved-at", f"{args.goal:g}"] if args.goal is not None else []
     careful = CAREFUL if args.quality_episodes else []
-    command = ["train", args.env, "--name", NAME, "--fresh", "--seed", str(args.seed), "--until", until, *goal, *careful]
-    return [troupe_command(), *command]
+    command = ["train", args.env, "--name", NAME, "--fresh", "--seed", str(args.seed), "--until", until]
+    return [troupe_command(), *command, *goal, *careful]
 
 
 def measure_quality(episodes: int, environment: dict[str, str]) -> dict[str, Any]:
