@@ -316,16 +316,18 @@ def regression(features: Tensor, targets: Tensor) -> Tensor:
     fitted = slice(None, None, max(1, len(features) // FIT_STEPS))
     x, y = features[fitted].double(), targets[fitted].double()
     ridge = 1e-6 * len(x) * torch.eye(x.shape[1], dtype=torch.float64)  # features may be constant, or the same twice
-    return features @ torch.linalg.solve(x.T @ x + ridge, x.T @ y).float()
+    said: Tensor = features @ torch.linalg.solve(x.T @ x + ridge, x.T @ y).float()
+    return said
 
 
 def baseline_features(observations: Tensor) -> Tensor:
     """1, what is observed, and the products of every two of it where that is not too much (after Duan 2016); [N, F]."""
     flat = observations.flatten(1).float() if observations.ndim > 1 else observations[:, None].float()
-    flat = flat if flat.shape[1] <= MOST_LINEAR else flat[:, :0]
+    if flat.shape[1] > MOST_LINEAR:
+        return torch.ones(len(flat), 1)
     scaled = ((flat - flat.mean(0)) / (flat.std(0, correction=0) + 1e-6)).clamp(-3, 3)
     features = [torch.ones(len(flat), 1), scaled]
-    if 0 < flat.shape[1] <= MOST_SQUARED:
+    if flat.shape[1] <= MOST_SQUARED:
         one, other = torch.triu_indices(flat.shape[1], flat.shape[1])
         features.append(scaled[:, one] * scaled[:, other])
     return torch.cat(features, 1)
