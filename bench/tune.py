@@ -58,6 +58,12 @@ SPACES: dict[str, dict[str, list[Any]]] = {
         "exploration": [0.1, 0.2, 0.4], "reward_scale": [0.01, 0.03, 0.1], "max_gradient_norm": [1.0, 10.0],
         "double": [True, False], "horizon": [50_000, 100_000, 200_000, 400_000],
     },
+    "elite": {
+        "envs": [16, 64, 128], "rollout_steps": [32, 64], "activation": ["relu"], "quantile": [0.6, 0.7, 0.8, 0.9],
+        "round_episodes": [50, 100, 200], "window_episodes": [500, 1000, 2000], "gradients": [20, 40, 80, 120],
+        "batch": [512, 1024], "better_steps": [1.0, 0.7, 0.5, 0.3], "gamma": [0.98, 0.99, 0.995],
+        "learning_rate": [5e-4, 1e-3, 2e-3], "learning_rate_end": [0.1, 0.3], "horizon": [1_000_000, 4_000_000],
+    },
 }  # fmt: skip
 
 
@@ -94,8 +100,10 @@ def trial(config: Config, given: argparse.Namespace) -> dict[str, Any]:
         waiting.append(rollout)
         if len(waiting) > lag:
             begin = time.process_time()
-            algorithm.remember(waiting.pop(0))
-            learn(algorithm, apply_here)
+            kept = algorithm.sift(waiting.pop(0))
+            if kept is not None:
+                algorithm.remember(kept)
+                learn(algorithm, apply_here)
             learn_s += time.process_time() - begin
         if len(returns) == 100 and np.mean(returns) > given.trigger and steps >= next_look:
             mean, sd = evaluate(algorithm, config.env)

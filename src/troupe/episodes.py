@@ -9,7 +9,8 @@ import numpy as np
 
 from troupe.types import Array, Episodes, Rollout, State
 
-_FIELDS = ("observations", "actions", "rewards")
+_FIELDS = ("observations", "actions", "rewards")  # of an open episode
+_KEPT = ("observations", "actions", "credits")
 
 
 def most_steps(lanes: int, rollout_steps: int, episode_steps: int) -> int:
@@ -98,6 +99,7 @@ class Kept:
 
     observations: Array  # [n, ...]
     actions: Array  # [n] or [n, A]
+    credits: Array  # [n] float32, the discounted rewards from there to the end
     score: float
     number: int  # episodes that had been heard of by then
 
@@ -126,7 +128,8 @@ class EpisodeMemory:
         begin = 0
         for length, score in zip(episodes.lengths.tolist(), episodes.returns.tolist(), strict=True):
             rows = slice(begin, begin + length)
-            self.kept.append(Kept(episodes.observations[rows], episodes.actions[rows], score, self.heard))
+            observations, actions, credits = (getattr(episodes, name)[rows] for name in _KEPT)
+            self.kept.append(Kept(observations, actions, credits, score, self.heard))
             begin += length
         self.steps += begin
         while self.kept and (self.steps > self._most or self._too_old(self.kept[0])):
@@ -143,8 +146,7 @@ class EpisodeMemory:
             "numbers": np.array([k.number for k in self.kept], np.int64),
         }  # fmt: skip
         if self.kept:
-            arrays["observations"] = np.concatenate([k.observations for k in self.kept])
-            arrays["actions"] = np.concatenate([k.actions for k in self.kept])
+            arrays |= {name: np.concatenate([getattr(k, name) for k in self.kept]) for name in _KEPT}
         return State(arrays, {"heard": self.heard})
 
     def restore(self, state: State) -> None:
@@ -155,5 +157,6 @@ class EpisodeMemory:
         self.kept.clear()
         for length, score, number in zip(*(arrays[n].tolist() for n in ("lengths", "scores", "numbers")), strict=True):
             rows = slice(self.steps, self.steps + length)
-            self.kept.append(Kept(arrays["observations"][rows], arrays["actions"][rows], score, number))
+            observations, actions, credits = (arrays[name][rows] for name in _KEPT)
+            self.kept.append(Kept(observations, actions, credits, score, number))
             self.steps += length

@@ -71,6 +71,7 @@ class Episodes:
 
     observations: Array  # [N, ...]
     actions: Array  # [N] or [N, A]
+    credits: Array  # [N] float32: the discounted rewards from that step to the end
     lengths: Array  # [m] int64: steps kept of each, so they sum to N
     returns: Array  # [m] float32, of each whole episode
     version: int  # of the weights that acted last

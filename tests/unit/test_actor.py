@@ -31,8 +31,8 @@ class Choosy:
         if self.played % 3:
             return None
         one: Array = np.ones(1, np.int64)
-        return Episodes(np.zeros((1, 2), np.float32), one, one, np.zeros(1, np.float32), 0, 12, np.zeros(0, np.float32),
-                        np.zeros(0, np.int64))  # fmt: skip
+        score, none = np.zeros(1, np.float32), np.zeros(0, np.float32)
+        return Episodes(np.zeros((1, 2), np.float32), one, score, one, score, 0, 12, none, np.zeros(0, np.int64))
 
 
 class Player:

@@ -149,10 +149,12 @@ def episodes(shape: EpisodesShape = FLAT, lengths: tuple[int, ...] = (3, 1, 5), 
     rng, count = np.random.default_rng(0), sum(lengths)
     continuous = rng.normal(size=(count, *shape.action)).astype(np.float32)
     actions = continuous if shape.action else rng.integers(3, size=count)
+    seen = (100 * rng.random((count, *shape.observation))).astype(shape.observation_dtype)
+    returns, others = (rng.normal(size=n).astype(np.float32) for n in (len(lengths), told))
     return Episodes(
-        observations=(100 * rng.random((count, *shape.observation))).astype(shape.observation_dtype), actions=actions,
-        lengths=np.array(lengths, np.int64), returns=rng.normal(size=len(lengths)).astype(np.float32), version=17,
-        steps=321, episode_returns=rng.normal(size=told).astype(np.float32), episode_lengths=rng.integers(1, 9, told),
+        observations=seen, actions=actions, credits=rng.normal(size=count).astype(np.float32),
+        lengths=np.array(lengths, np.int64), returns=returns, version=17, steps=321,
+        episode_returns=others, episode_lengths=rng.integers(1, 9, told),
     )  # fmt: skip
 
 
@@ -192,6 +194,8 @@ def test_a_rollout_is_packed_as_one() -> None:
         ("actions", np.int64(3), "0 steps of episodes, where 1 to 20"),
         ("actions", np.zeros(0, np.int64), "0 steps of episodes, where 1 to 20"),
         ("actions", np.zeros(21, np.int64), "21 steps of episodes, where 1 to 20"),
+        ("credits", np.zeros(8, np.float32), r"credits is \[8\], not \[9\]"),
+        ("credits", np.full(9, np.nan, np.float32), "credits holds a number that is not finite"),
         ("lengths", np.array([3, 1, 4]), "do not sum to the 9 steps"),
         ("lengths", np.array([3, -1, 7]), "do not sum to the 9 steps"),
         ("lengths", np.array([0, 4, 5]), "do not sum to the 9 steps"),

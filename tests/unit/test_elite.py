@@ -12,12 +12,16 @@ import torch
 from gymnasium import spaces
 
 from troupe.algos.elite import (
+    Batch,
     Elite,
     EliteConfig,
-    episode_weights,
+    baseline_features,
+    better,
     fixed_rule,
     imitation_slopes,
+    regression,
     regression_slopes,
+    rewards_to_go,
     thinned,
     threshold,
 )
@@ -197,35 +201,73 @@ def test_a_part_of_which_nothing_stays_is_not_sent() -> None:
     assert [algorithm.sift(one) for one in alike] == [None, None, None]
 
 
-def test_weights_make_every_episode_count_alike() -> None:
-    weights = episode_weights(np.array([1, 4, 5]))
-    np.testing.assert_allclose(weights, [10 / 3] + [10 / 12] * 4 + [10 / 15] * 5, rtol=1e-6)
-    assert weights.mean() == pytest.approx(1.0)
+@pytest.mark.parametrize("gamma", [0.0, 0.9, 1.0])
+def test_rewards_to_go_are_the_discounted_sum_of_what_follows(gamma: float) -> None:
+    rewards = np.random.default_rng(4).normal(size=12).astype(np.float32)
+    expected = [sum(gamma**k * rewards[t + k] for k in range(12 - t)) for t in range(12)]
+    np.testing.assert_allclose(rewards_to_go(rewards, gamma), expected, rtol=1e-5, atol=1e-6)
+    assert rewards_to_go(rewards, gamma).dtype == np.float32
+
+
+def test_credits_are_sent_with_the_steps() -> None:
+    algorithm = make(quantile=0.0, window_episodes=1000, gamma=0.5)
+    found = np.concatenate([sent.credits for one in PLAYED if (sent := algorithm.sift(one)) is not None])
+    rewards = [[r for _, _, r in one["steps"]] for one in WHOLE]
+    expected = [sum(0.5**k * r for k, r in enumerate(own[t:])) for own in rewards for t in range(len(own))]
+    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_the_baseline_says_what_is_usual_and_better_steps_are_above_it() -> None:
+    rng = np.random.default_rng(6)
+    seen = rng.normal(size=(400, 3)).clip(-2, 2).astype(np.float32)
+    usual = 2 + 3 * seen[:, 0] - seen[:, 1] * seen[:, 2] + 0.5 * seen[:, 1] ** 2
+    luck = rng.normal(size=400)
+    x = baseline_features(torch.from_numpy(seen))
+    assert x.shape == (400, 1 + 3 + 6)
+    np.testing.assert_allclose(regression(x, torch.from_numpy(usual).float()).numpy(), usual, atol=1e-2)
+    steps = Batch(torch.from_numpy(seen), torch.arange(400), torch.from_numpy(usual + luck).float())
+    found = set(better(steps, 0.25).actions.tolist())
+    expected = set(np.argsort(luck)[-100:].tolist())
+    assert abs(len(found) - 100) <= 1 and len(found & expected) >= 90
+    assert better(steps, 1.0).actions.tolist() == list(range(400))
+
+
+@pytest.mark.parametrize("shape", [(), (40,), (9, 8, 8)])
+def test_the_baseline_takes_any_observation(shape: tuple[int, ...]) -> None:
+    seen = torch.from_numpy(np.random.default_rng(0).integers(0, 9, size=(30, *shape)))
+    x = baseline_features(seen)
+    assert x.shape[1] == {(): 3, (40,): 41, (9, 8, 8): 1}[shape]
+    assert torch.isfinite(regression(x, torch.ones(30))).all()
+
+
+def test_where_no_step_was_better_than_another_all_are_imitated() -> None:
+    steps = Batch(torch.zeros(10, 2), torch.arange(10), torch.ones(10))
+    assert len(better(steps, 0.5)) == 10
 
 
 @pytest.mark.parametrize("entropy_weight", [0.0, 0.3])
 def test_the_slopes_are_the_gradient_of_the_loss_written_out(entropy_weight: float) -> None:
     generator = torch.Generator().manual_seed(3)
     out = torch.randn(6, 4, generator=generator, dtype=torch.float64, requires_grad=True)
-    actions, weights = torch.tensor([0, 3, 1, 1, 2, 0]), torch.rand(6, generator=generator, dtype=torch.float64)
+    actions = torch.tensor([0, 3, 1, 1, 2, 0])
     loss, entropy = torch.zeros((), dtype=torch.float64), torch.zeros((), dtype=torch.float64)
     for i in range(6):
         p = torch.exp(out[i]) / torch.exp(out[i]).sum()
-        loss = loss - weights[i] * torch.log(p[actions[i]]) / 6
+        loss = loss - torch.log(p[actions[i]]) / 6
         entropy = entropy - (p * torch.log(p)).sum() / 6
     (expected,) = torch.autograd.grad(loss - entropy_weight * entropy, out)
-    metrics, found = imitation_slopes(out.detach(), actions, weights, entropy_weight)
+    metrics, found = imitation_slopes(out.detach(), actions, entropy_weight)
     torch.testing.assert_close(found, expected)
     assert metrics == pytest.approx({"imitation_loss": loss.item(), "entropy": entropy.item()})
 
 
 def test_the_slopes_of_continuous_actions_are_those_of_the_squared_error() -> None:
     out = torch.randn(5, 2, dtype=torch.float64, requires_grad=True)
-    actions, weights = torch.randn(5, 2, dtype=torch.float64), torch.rand(5, dtype=torch.float64)
-    loss = sum(weights[i] * ((out[i, j] - actions[i, j]) ** 2) / 2 / 5 for i in range(5) for j in range(2))
+    actions = torch.randn(5, 2, dtype=torch.float64)
+    loss = sum((out[i, j] - actions[i, j]) ** 2 / 2 / 5 for i in range(5) for j in range(2))
     assert isinstance(loss, torch.Tensor)
     (expected,) = torch.autograd.grad(loss, out)
-    metrics, found = regression_slopes(out.detach(), actions, weights, 0.0)
+    metrics, found = regression_slopes(out.detach(), actions, 0.0)
     torch.testing.assert_close(found, expected)
     assert metrics["imitation_loss"] == pytest.approx(loss.item())
 
@@ -256,6 +298,7 @@ def message(returns: list[float], told: list[float] | None = None, length: int =
     told = returns if told is None else told
     return Episodes(
         np.zeros((steps, 2), np.float32), np.repeat(np.arange(len(returns)), length),
+        np.zeros(steps, np.float32),
         np.full(len(returns), length), np.array(returns, np.float32), 0, steps, np.array(told, np.float32),
         np.full(len(told), length),
     )  # fmt: skip

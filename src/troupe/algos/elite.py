@@ -23,6 +23,8 @@ from troupe.plain import plain
 from troupe.seeding import rng_state, set_rng_state
 from troupe.types import Array, Decision, Episodes, Metrics, Place, Rollout, State
 
+FIT_STEPS = 20_000  # that the baseline is fitted to
+MOST_SQUARED, MOST_LINEAR = 32, 512  # entries of an observation
 CHUNK_STEPS = 1 << 18  # drawn at once, for many gradients: small arrays cost more to handle than to fill
 
 
@@ -41,10 +43,10 @@ class EliteConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
         Count, Meta(description="adaptive: episodes that the quantile is taken of; older ones are forgotten")
     ] = 1000
     gradients: Annotated[Count, Meta(description="adaptive: gradients of a round")] = 80
-    weigh: Annotated[
-        Literal["steps", "episodes"],
-        Meta(description="adaptive: every step counts alike, or every episode, so that long ones drown none"),
-    ] = "steps"
+    better_steps: Annotated[
+        float, Meta(gt=0, le=1, description="adaptive: share of the elites' steps to imitate, what went best")
+    ] = 1.0
+    gamma: Annotated[Fraction, Meta(description="discount of the rewards by which a step went well")] = 0.99
     goal: Annotated[float, Meta(description="fixed: the score that take and clean are shares of")] = 200.0
     take: Annotated[float, Meta(description="fixed: from this share of the goal on, an episode is kept whole")] = 0.95
     clean: Annotated[float, Meta(description="fixed: from this share on it is kept in part, below it not at all")] = 0.2
@@ -74,12 +76,19 @@ class Batch:
 
     observations: Tensor  # [N, ...]
     actions: Tensor  # [N] counted from 0, or [N, A]
-    weights: Tensor  # [N], of mean 1 over the whole set
+    credits: Tensor  # [N], the discounted rewards from that step to the end of its episode
+
+    def __len__(self) -> int:
+        return len(self.credits)
+
+    def take(self, rows: Tensor) -> Batch:
+        """The rows that an index names."""
+        return Batch(self.observations[rows], self.actions[rows], self.credits[rows])
 
     def split(self, index: Tensor, size: int) -> Iterator[Batch]:
         """The rows that `index` names, `size` at a time."""
         for rows in torch.split(index, size):
-            yield Batch(self.observations[rows], self.actions[rows], self.weights[rows])
+            yield self.take(rows)
 
 
 class Elite:
@@ -150,26 +159,26 @@ class Elite:
         elites = [kept for kept in memory.kept if kept.score >= self.least]
         if not elites:
             return
-        everything = self._join(elites)
-        count = len(everything.weights)
+        steps = self._join(elites)
         if c.rule == "fixed":
             for _ in range(c.epochs):
-                yield from everything.split(torch.from_numpy(self.rng.permutation(count)), c.batch)
+                yield from steps.split(torch.from_numpy(self.rng.permutation(len(steps))), c.batch)
             return
         owed, at_once = rounds * c.gradients, max(1, CHUNK_STEPS // c.batch)
+        if c.better_steps < 1:  # of as many as will be drawn, since more would only take longer to judge
+            some = self.rng.permutation(len(steps))[: owed * c.batch]
+            steps = better(steps.take(torch.from_numpy(some)), c.better_steps)
         for done in range(0, owed, at_once):
-            drawn = self.rng.integers(count, size=min(at_once, owed - done) * c.batch)
-            yield from everything.split(torch.from_numpy(drawn), c.batch)
+            drawn = self.rng.integers(len(steps), size=min(at_once, owed - done) * c.batch)
+            yield from steps.split(torch.from_numpy(drawn), c.batch)
 
     def _join(self, elites: list[Kept]) -> Batch:
         """All their steps as one batch."""
         actions = np.concatenate([kept.actions for kept in elites])
-        lengths = np.array([len(kept) for kept in elites])
-        weights = episode_weights(lengths) if self.config.weigh == "episodes" else np.ones(len(actions), np.float32)
         return Batch(
             torch.from_numpy(np.concatenate([kept.observations for kept in elites])),
             torch.from_numpy(actions - self.network.action_start),
-            torch.from_numpy(weights),
+            torch.from_numpy(np.concatenate([kept.credits for kept in elites])),
         )
 
     def gradient(self, batch: Batch) -> Metrics:
@@ -183,7 +192,7 @@ class Elite:
                 outputs = kept[-1]
         slopes = regression_slopes if self.network.continuous else imitation_slopes
         with torch.no_grad():
-            metrics, gradient = slopes(outputs, batch.actions, batch.weights, c.entropy)
+            metrics, gradient = slopes(outputs, batch.actions, c.entropy)
             if plain is not None:
                 plain.backward(kept, gradient)
         if plain is None:
@@ -244,6 +253,7 @@ class Sieve:
         told, steps = self.most_told, self.steps
         sent = Episodes(
             np.concatenate([one.observations for one in kept]), np.concatenate([one.actions for one in kept]),
+            np.concatenate([rewards_to_go(one.rewards, c.gamma) for one in kept]),
             np.array([len(one) for one in kept], np.int64), np.array([one.score for one in kept], np.float32),
             rollout.version, steps, self.returns[:told], self.lengths[:told],
         )  # fmt: skip
@@ -285,29 +295,60 @@ def thinned(episode: Episode, cut: float) -> Episode:
     return Episode(episode.observations[stays], episode.actions[stays], episode.rewards[stays], episode.score)
 
 
-def episode_weights(lengths: Array) -> Array:
-    """For each step, what makes every episode count alike; of mean 1, [N] float32."""
-    share = lengths.sum() / (len(lengths) * lengths)
-    return np.repeat(share, lengths).astype(np.float32)
+def rewards_to_go(rewards: Array, gamma: float) -> Array:
+    """r[t] + gamma r[t+1] + ... to the end, [n] float32."""
+    out, following = np.empty(len(rewards), np.float32), 0.0
+    for t in range(len(rewards) - 1, -1, -1):
+        following = float(rewards[t]) + gamma * following
+        out[t] = following
+    return out
 
 
-def imitation_slopes(
-    outputs: Tensor, actions: Tensor, weights: Tensor, entropy_weight: float
-) -> tuple[Metrics, Tensor]:
+def better(steps: Batch, share: float) -> Batch:
+    """The `share` of the steps after which most came in, beyond what is usual where they were taken."""
+    usual = regression(baseline_features(steps.observations), steps.credits)
+    advantages = steps.credits - usual
+    least = advantages.kthvalue(max(1, math.ceil(len(steps) * (1 - share)))).values
+    return steps.take(torch.nonzero(advantages >= least)[:, 0])
+
+
+def regression(features: Tensor, targets: Tensor) -> Tensor:
+    """What a linear model of the features, fitted to the targets, says of them; [N]."""
+    fitted = slice(None, None, max(1, len(features) // FIT_STEPS))
+    x, y = features[fitted].double(), targets[fitted].double()
+    ridge = 1e-6 * len(x) * torch.eye(x.shape[1], dtype=torch.float64)  # features may be constant, or the same twice
+    said: Tensor = features @ torch.linalg.solve(x.T @ x + ridge, x.T @ y).float()
+    return said
+
+
+def baseline_features(observations: Tensor) -> Tensor:
+    """1, what is observed, and the products of every two of it where that is not too much (after Duan 2016); [N, F]."""
+    flat = observations.flatten(1).float() if observations.ndim > 1 else observations[:, None].float()
+    if flat.shape[1] > MOST_LINEAR:
+        return torch.ones(len(flat), 1)
+    scaled = ((flat - flat.mean(0)) / (flat.std(0, correction=0) + 1e-6)).clamp(-3, 3)
+    features = [torch.ones(len(flat), 1), scaled]
+    if flat.shape[1] <= MOST_SQUARED:
+        one, other = torch.triu_indices(flat.shape[1], flat.shape[1])
+        features.append(scaled[:, one] * scaled[:, other])
+    return torch.cat(features, 1)
+
+
+def imitation_slopes(outputs: Tensor, actions: Tensor, entropy_weight: float) -> tuple[Metrics, Tensor]:
     """Cross-entropy of the actions, less the entropy bonus: its figures, and its gradient by the logits, [N, A]."""
     log_p = torch.log_softmax(outputs, -1)
     p = log_p.exp()
     chosen = actions[:, None]
     entropy = -(p * log_p).sum(-1, keepdim=True)
-    loss = -(log_p.gather(1, chosen)[:, 0] * weights).mean()
-    slopes = p.scatter_add(1, chosen, torch.full_like(entropy, -1.0)).mul_(weights[:, None])
+    loss = -log_p.gather(1, chosen).mean()
+    slopes = p.scatter_add(1, chosen, torch.full_like(entropy, -1.0))
     if entropy_weight:
         slopes += entropy_weight * p * (log_p + entropy)
     return {"imitation_loss": loss.item(), "entropy": entropy.mean().item()}, slopes.div_(len(outputs))
 
 
-def regression_slopes(outputs: Tensor, actions: Tensor, weights: Tensor, _: float) -> tuple[Metrics, Tensor]:
+def regression_slopes(outputs: Tensor, actions: Tensor, _: float) -> tuple[Metrics, Tensor]:
     """Half the squared error of the mean action: its figure, and its gradient by the mean, [N, A]."""
     errors = outputs - actions
-    loss = 0.5 * (errors.square().sum(-1) * weights).mean()
-    return {"imitation_loss": loss.item()}, errors.mul_(weights[:, None]).div_(len(outputs))
+    loss = 0.5 * errors.square().sum(-1).mean()
+    return {"imitation_loss": loss.item()}, errors.div_(len(outputs))

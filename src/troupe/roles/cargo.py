@@ -15,7 +15,7 @@ _ROLLOUT = tuple(name for name in Rollout.__slots__ if name != "version")
 _EPISODES = tuple(name for name in Episodes.__slots__ if name not in ("version", "steps"))
 _DTYPES = {
     **dict.fromkeys(("terminated", "truncated", "valid"), "bool"),
-    **dict.fromkeys(("log_probs", "rewards", "episode_returns", "returns"), "float32"),
+    **dict.fromkeys(("log_probs", "rewards", "credits", "episode_returns", "returns"), "float32"),
     **dict.fromkeys(("final_index", "episode_lengths", "lengths"), "int64"),
 }
 
@@ -106,7 +106,8 @@ class EpisodesShape:
         count = len(arrays["actions"]) if arrays["actions"].ndim else 0
         if not 0 < count <= self.steps:
             raise BadMessage(f"{who}: {count} steps of episodes, where 1 to {self.steps} were agreed")
-        _check_shapes(message, {"observations": (count, *self.observation), "actions": (count, *self.action)})
+        expected = {"observations": (count, *self.observation), "actions": (count, *self.action), "credits": (count,)}
+        _check_shapes(message, expected)
         _check_dtypes(message, self.observation_dtype, continuous=bool(self.action))
         _check_agree(message, "returns", "lengths")
         _check_agree(message, "episode_returns", "episode_lengths")
@@ -126,7 +127,7 @@ class EpisodesShape:
     def nbytes(self) -> int:
         """The most bytes that such a message can take; of episodes that are only told of there may be as many again."""
         cell, action = _cell_bytes(self.observation, self.observation_dtype), _cell_bytes(self.action, "int64")
-        return self.steps * (cell + action + 12 + 12) + 65_536
+        return self.steps * (cell + action + 4 + 12 + 12) + 65_536
 
 
 def _check_names(message: Message, what: str, names: Iterable[str]) -> None:
