@@ -33,7 +33,7 @@ BRANCHES = {
 }
 # The house, where the branches meet; lowest first, and each row sees everything below it.
 HOUSE = (
-    "resolve build books panel eventfiles watchdog warmup signals balance",
+    "resolve build average books panel eventfiles watchdog warmup signals balance",
     "reviews parts task addresses prepare",
     "cast guests",
     "front",

@@ -60,6 +60,10 @@ class Config(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         tuple[float, ...], Meta(description="factor per observation entry, or one for all; fixed for the run")
     ] = ()
     optimiser: Option[Literal["adam", "rmsprop"], Meta(description="torch's fused optimiser")] = "adam"
+    average: Option[
+        float,
+        Meta(ge=0, le=1, description="evaluate and keep the mean of the weights over this last share; 0: the newest"),
+    ] = 0.0
     eval_episodes: Option[int, Meta(ge=2, description="reference episodes of one evaluation")] = 100
     eval_every_s: Option[float, Meta(gt=0, description="at the latest so long after the last evaluation")] = 20.0
     eval_from: Option[

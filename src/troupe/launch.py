@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from troupe import panel
+from troupe.average import Average
 from troupe.books import Books
 from troupe.build import build_player, rollout_steps
 from troupe.cast import Cast, ProcessCast, SerialCast
@@ -99,7 +100,8 @@ class _Show:
         self.refresh: Callable[[], None] = lambda: None  # before anything is saved of a vector that others change
         if resume:
             self._restore()
-        self.reviews = Reviews(self.config, run.name, self.goal, self.books, self.algorithm.parameters, self._save_best)
+        self.average = Average(self.algorithm.parameters, self.config.average, self.books.steps)
+        self.reviews = Reviews(self.config, run.name, self.goal, self.books, self.average, self._save_best)
         if resume and (best := run.load_best()) is not None:
             self.reviews.best = float(best.info.get("merit", best.info.get("mean", -math.inf)))
 
@@ -213,6 +215,7 @@ class _Show:
         checked = 0.0
         for _ in self.scheme.main(company):
             cast.turn()
+            self.average.follow(self.books.steps)
             now = time.monotonic()
             if now - checked < HOUSEKEEPING_S and not self.goal.spent(self.books.steps, self.books.seconds()):
                 continue

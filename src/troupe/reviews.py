@@ -8,10 +8,10 @@ from collections.abc import Callable
 from typing import Any
 
 from troupe import panel
+from troupe.average import Average
 from troupe.books import Books
 from troupe.config import Config
 from troupe.goal import Goal
-from troupe.parameters import Parameters
 from troupe.ports import Mailbox
 from troupe.roles.evaluator import Evaluation
 from troupe.types import Message
@@ -22,8 +22,8 @@ Keep = Callable[[Message, dict[str, Any]], None]
 class Reviews:
     """Asks the evaluator for one evaluation at a time and hears its answers."""
 
-    def __init__(self, config: Config, run: str, goal: Goal, books: Books, parameters: Parameters, keep: Keep) -> None:
-        self._config, self._run, self._goal, self._books, self._parameters = config, run, goal, books, parameters
+    def __init__(self, config: Config, run: str, goal: Goal, books: Books, average: Average, keep: Keep) -> None:
+        self._config, self._run, self._goal, self._books, self._average = config, run, goal, books, average
         self._keep = keep  # the best so far
         self._asked = False
         self._heard_s = books.seconds_before
@@ -90,6 +90,6 @@ class Reviews:
             "steps": self._books.steps, "episodes": in_a_row or self._config.eval_episodes,
             "give_up_below": -math.inf if in_a_row else bar, "fail_below": bar if in_a_row else -math.inf,
         }  # fmt: skip
-        arrays = {"weights": self._parameters.weights()}
+        arrays = {"weights": self._average.weights()}
         self._asked, self._taken_s = True, self._books.seconds()
-        desk.publish("candidate", Message("candidate", self._run, "desk", 0, 0, self._parameters.version, meta, arrays))
+        desk.publish("candidate", Message("candidate", self._run, "desk", 0, 0, self._average.version, meta, arrays))
