@@ -1,11 +1,14 @@
-"""Balance: how much workers may generate, by how far the learner is behind."""
+"""Balance: how much workers generate for a message, and whether they rest, by how far the learner is behind."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Final, Protocol
 
+from troupe.types import Pace
+
 LONGEST_S: Final = 10.0
+MOST_ROLLOUTS: Final = 8
 _SHORTEST_S: Final = 0.01
 _WANTED: Final = 1 / 8  # of the bound: enough that the learner never starves, and nothing in it is old
 
@@ -23,20 +26,21 @@ class Depth(Protocol):
 
 
 class Balance:
-    """Has workers rest after each message while more wait than are of use: they would only grow old, or be refused
-    at the full queue and sent again.
+    """Has workers generate more for each message, and rest after it, while more wait than are of use: they would only
+    grow old, or be refused at the full queue and sent again.
 
-    The rest depends on the queue alone, a thousand times as long at its end as where it begins: one that remembered
-    what it said before would swing, since the queue remembers already.
+    The pace depends on the queue alone, a rest being a thousand times as long at its end as where it begins: one that
+    remembered what it said before would swing, since the queue remembers already.
     """
 
     def __init__(self, depth: Callable[[], Depth]) -> None:
         self._depth = depth
 
-    def rest_s(self) -> float:
-        """For each worker, after each message."""
+    def pace(self) -> Pace:
+        """For each worker."""
         depth = self._depth()
         more = (depth.ready / depth.bound - _WANTED) / (1 - _WANTED)
         if more <= 0:
-            return 0.0
-        return float(_SHORTEST_S * (LONGEST_S / _SHORTEST_S) ** min(1.0, more))
+            return Pace()
+        more = min(1.0, more)
+        return Pace(1 + round(more * (MOST_ROLLOUTS - 1)), _SHORTEST_S * (LONGEST_S / _SHORTEST_S) ** more)

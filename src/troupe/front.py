@@ -16,7 +16,7 @@ from troupe.task import Task
 from troupe.transports.amqp import Address
 from troupe.transports.codec import MAX_MESSAGE_BYTES
 from troupe.transports.rabbitmq import RabbitHub
-from troupe.types import Json
+from troupe.types import Json, Pace
 
 _GUESTS_BYTES: Final = 60 * 1024  # of a publication, which says of every worker how far it was heard
 
@@ -79,17 +79,18 @@ class Front:
 
     def figures(self) -> dict[str, Any]:
         """For the journal: the queue and its bound, what was lost on the way, who plays elsewhere."""
-        depth, receipts = self.hub.depth(), self.hub.mailbox().receipts
+        depth, receipts, pace = self.hub.depth(), self.hub.mailbox().receipts, self.pace()
         return {
             "ready": depth.ready, "unacknowledged": depth.unacknowledged, "bound": depth.bound,
             "duplicates": receipts.duplicates, "lost": receipts.lost, "stale": receipts.stale,
-            "corrupted": receipts.corrupted, "trouble": self.hub.trouble, "rest_s": self._balance.rest_s(),
+            "corrupted": receipts.corrupted, "trouble": self.hub.trouble,
+            "rest_s": pace.rest_s, "rollouts": pace.rollouts,
             "machines": dict(self._guests.playing) if self._guests else {},
         }  # fmt: skip
 
-    def rest_s(self) -> float:
-        """How long workers shall rest after each message, so that as many wait here as are of use."""
-        return self._balance.rest_s()
+    def pace(self) -> Pace:
+        """How much workers shall generate, so that as many messages wait here as are of use."""
+        return self._balance.pace()
 
     def stop(self) -> None:
         """Tell every worker, wherever it is, that the run is over."""

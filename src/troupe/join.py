@@ -110,9 +110,7 @@ def _find(machine: Machine, desk: Desk) -> Task | None:
 
 def _place(machine: Machine, desk: Desk, task: Task) -> int | None:
     """The rank of this machine's first worker; None where the learner went away meanwhile."""
-    for answer in desk.ask(
-        machine.message("join", task.run, workers=machine.workers), run=task.run, timeout_s=ASK_S
-    ):
+    for answer in desk.ask(machine.message("join", task.run, workers=machine.workers), run=task.run, timeout_s=ASK_S):
         rank = answer.meta.get("rank")
         if isinstance(rank, int) and rank >= 0:
             return rank
@@ -122,9 +120,7 @@ def _place(machine: Machine, desk: Desk, task: Task) -> int | None:
 class _Engagement:
     """One run, from the first worker to the last."""
 
-    def __init__(
-        self, machine: Machine, desk: Desk, task: Task, config: Config, rank: int, signals: Signals
-    ) -> None:
+    def __init__(self, machine: Machine, desk: Desk, task: Task, config: Config, rank: int, signals: Signals) -> None:
         self.machine, self.desk, self.task, self.config, self.rank = machine, desk, task, config, rank
         self.signals = signals
         self.pulses: list[Pulse] = []

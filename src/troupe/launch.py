@@ -209,7 +209,7 @@ class _Show:
     def _keep_house(self, cast: Cast, player: Player | None, stage: Stage) -> Outcome:
         company = Company(
             self.config, stage.run, self.algorithm, self.books, rollout_steps(self.config), player,
-            cast.learner, self.shape, stage.commons, *([self.front.rest_s] if self.front else []),
+            cast.learner, self.shape, stage.commons, *([self.front.pace] if self.front else []),
         )  # fmt: skip
         self.refresh = company.refresh
         checked = 0.0

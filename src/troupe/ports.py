@@ -50,9 +50,9 @@ class Algorithm(Protocol):
     def act(self, observations: Array, rng: np.random.Generator, *, greedy: bool = False) -> Decision:
         """Choose actions for B observations. All randomness comes from `rng`."""
 
-    def sift(self, rollout: Rollout) -> Rollout | Episodes | None:
+    def sift(self, rollout: Rollout, *, hold: bool = False) -> Rollout | Episodes | None:
         """What of it is worth remembering, where it was played; None where nothing is. What is dropped is counted, and
-        told with the next that is not None."""
+        told with the next that is not None. With `hold` it may keep what is worth it for the next as well."""
 
     def remember(self, played: Any) -> None:
         """Keep what `sift` made."""

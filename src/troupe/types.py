@@ -81,6 +81,14 @@ class Episodes:
 
 
 @dataclass(frozen=True, slots=True)
+class Pace:
+    """What a learner asks of whoever plays for it, so that no more waits for it than it can use."""
+
+    rollouts: int = 1  # to sift for one message
+    rest_s: float = 0.0  # after a message
+
+
+@dataclass(frozen=True, slots=True)
 class Message:
     """What travels: a small typed header and raw arrays."""
 

@@ -24,10 +24,11 @@ class Choosy:
         self.parameters = SimpleNamespace(load_weights=lambda weights, version: None)
         self.annealed: list[float] = []
         self.anneal = self.annealed.append
-        self.played = 0
+        self.played, self.holds = 0, ""
 
-    def sift(self, rollout: Any) -> Episodes | None:
+    def sift(self, rollout: Any, *, hold: bool) -> Episodes | None:
         self.played += 1
+        self.holds += "h" if hold else "."
         if self.played % 3:
             return None
         one: Array = np.ones(1, np.int64)
@@ -62,8 +63,9 @@ def begun(hub: MemoryHub, lag: int) -> tuple[Iterator[None], Choosy, Player]:
     return loop, algorithm, player
 
 
-def publish(hub: MemoryHub, learned: int) -> None:
-    weights = pack_weights(np.zeros(1, np.float32), "r", "learner", learned, {"actor-0.0": learned, "progress": 0.0})
+def publish(hub: MemoryHub, learned: int, **more: Any) -> None:
+    meta = {"actor-0.0": learned, "progress": 0.0, **more}
+    weights = pack_weights(np.zeros(1, np.float32), "r", "learner", learned, meta)
     hub.mailbox("learner").publish("weights", weights)
 
 
@@ -98,3 +100,11 @@ def test_an_actor_waits_for_what_it_sent_and_not_for_what_it_only_played(hub: Me
     for _ in range(3):
         next(loop)
     assert algorithm.played == 6
+
+
+def test_it_may_hold_what_is_worth_it_until_it_has_sifted_as_many_rollouts_as_are_asked_for(hub: MemoryHub) -> None:
+    loop, algorithm, _ = begun(hub, lag=100)
+    publish(hub, 0, rollouts=2)
+    for _ in range(7):
+        next(loop)
+    assert algorithm.holds == "h..h..h", "what is sent after the third begins the count again"

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 import pytest
 
-from troupe.balance import LONGEST_S, Balance
+from troupe.balance import LONGEST_S, MOST_ROLLOUTS, Balance
+from troupe.types import Pace
 
 
 @dataclass
@@ -27,7 +28,7 @@ class Queue:
         """What waited at each tick."""
         balance, seen = Balance(lambda: self), []
         for _ in range(ticks):
-            made = 0.1 / (1 / self.made_per_s + balance.rest_s())
+            made = 0.1 / (1 / self.made_per_s + balance.pace().rest_s)
             self.waiting = min(self.bound, max(0.0, self.waiting + made - 0.1 * self.learned_per_s))
             self.starved += self.ready == 0
             seen.append(self.ready)
@@ -46,11 +47,21 @@ def test_workers_that_are_too_fast_are_slowed_to_the_learners_pace_and_it_never_
 def test_where_the_learner_keeps_up_nobody_rests() -> None:
     queue = Queue(made_per_s=10.0, learned_per_s=50.0)
     queue.run(100)
-    assert Balance(lambda: queue).rest_s() == 0.0
+    assert Balance(lambda: queue).pace() == Pace(rollouts=1, rest_s=0.0)
 
 
 def test_a_rest_has_a_bound_and_ends_when_the_queue_is_nearly_empty() -> None:
     queue = Queue(made_per_s=1.0, learned_per_s=1.0, waiting=1000.0)
-    assert Balance(lambda: queue).rest_s() == LONGEST_S
+    assert Balance(lambda: queue).pace() == Pace(MOST_ROLLOUTS, LONGEST_S)
     queue.waiting = queue.bound / 8
-    assert Balance(lambda: queue).rest_s() == 0.0
+    assert Balance(lambda: queue).pace() == Pace()
+
+
+def test_the_more_that_waits_the_more_is_put_into_a_message() -> None:
+    queue = Queue(made_per_s=1.0, learned_per_s=1.0)
+    asked = []
+    for waiting in range(queue.bound + 1):
+        queue.waiting = waiting
+        asked.append(Balance(lambda: queue).pace().rollouts)
+    assert asked == sorted(asked)
+    assert set(asked) == set(range(1, MOST_ROLLOUTS + 1))

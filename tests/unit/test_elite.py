@@ -140,6 +140,17 @@ def test_nothing_empty_is_sent_and_everything_is_counted_once(rule: str) -> None
     assert lengths == [int(n) for one in PLAYED for n in one.episode_lengths]
 
 
+def test_what_is_held_is_sent_with_the_next_and_no_message_grows_past_its_bound() -> None:
+    now, later, bounded = (make(quantile=0.0, window_episodes=1000) for _ in range(3))
+    at_once = [part for one in PLAYED if (sent := now.sift(one)) is not None for part in taken_apart(sent)]
+    held = [later.sift(one, hold=number % 4 != 3) for number, one in enumerate(PLAYED)]
+    assert [sent is None for sent in held] == [True, True, True, False] * 3
+    assert [part for sent in held if sent is not None for part in taken_apart(sent)] == at_once
+    bounded.sieve.most_told = max(len(one.actions) for one in held if one is not None) // 2
+    sizes = [len(sent.actions) for one in PLAYED if (sent := bounded.sift(one, hold=True)) is not None]
+    assert sizes and max(sizes) <= bounded.sieve.most_told
+
+
 def test_more_episodes_than_a_message_may_tell_of_are_told_with_the_next() -> None:
     algorithm = make(rule="fixed", goal=1e6, clean=0.9, episode_steps=1)
     algorithm.sieve.most_told = 5

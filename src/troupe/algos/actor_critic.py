@@ -116,8 +116,8 @@ class ActorCriticAgent:
             self.remember(Rollout(**part.arrays, version=int(part.values["version"])))
 
 
-def whole(rollout: Rollout) -> Rollout:
-    """The sift of whoever learns from everything that was played."""
+def whole(rollout: Rollout, *, hold: bool = False) -> Rollout:
+    """The sift of whoever learns from everything that was played, a rollout at a time."""
     return rollout
 
 

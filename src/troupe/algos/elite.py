@@ -137,9 +137,9 @@ class Elite:
         flatter = None if greedy or not self.config.explorers else np.resize(self.temperatures, len(observations))
         return Decision(*self.network.act(observations, rng, greedy=greedy, temperatures=flatter))
 
-    def sift(self, rollout: Rollout) -> Episodes | None:
-        """The episodes that ended and are good enough; None while there are none."""
-        return self.sieve(rollout)
+    def sift(self, rollout: Rollout, *, hold: bool = False) -> Episodes | None:
+        """The episodes that ended and are good enough; None while there are none, or while they are held."""
+        return self.sieve(rollout, hold=hold)
 
     def remember(self, played: Episodes) -> None:
         """Hear of all that was played; every `round_episodes` of them call for a round."""
@@ -230,8 +230,9 @@ class Sieve:
         self.recent: deque[float] = deque(maxlen=max(1, config.window_episodes // place.workers))  # returns
         self.steps = 0  # played since something was sent
         self.returns, self.lengths = np.zeros(0, np.float32), np.zeros(0, np.int64)  # ended since then
+        self.held: list[Episode] = []  # good enough, and not sent yet
 
-    def __call__(self, rollout: Rollout) -> Episodes | None:
+    def __call__(self, rollout: Rollout, *, hold: bool = False) -> Episodes | None:
         """Whole episodes as good as the best that were played here lately, or than the fixed rule asks for."""
         c, returns = self.config, rollout.episode_returns
         self.steps += rollout.steps
@@ -247,7 +248,7 @@ class Sieve:
         else:
             least = threshold(np.array(self.recent), c.quantile) if self.recent else 0.0
             kept = self.episodes.add(rollout, returns >= least)
-        kept = [one for one in kept if len(one)]
+        kept = self._ready([one for one in kept if len(one)], hold=hold)
         if not kept:
             return None
         told, steps = self.most_told, self.steps
@@ -260,8 +261,18 @@ class Sieve:
         self.steps, self.returns, self.lengths = 0, self.returns[told:], self.lengths[told:]
         return sent
 
+    def _ready(self, kept: list[Episode], *, hold: bool) -> list[Episode]:
+        """What is sent now, of what was held and what came: no more than one rollout could bring."""
+        if sum(map(len, self.held)) + sum(map(len, kept)) > self.most_told:
+            ready, self.held = self.held, kept
+        elif hold:
+            ready, self.held = [], [*self.held, *kept]
+        else:
+            ready, self.held = [*self.held, *kept], []
+        return ready
+
     def state(self) -> State:
-        """Open episodes, recent returns, and what is not told yet."""
+        """Open episodes, recent returns, and what is not told yet; nothing is held where state is saved."""
         recent = np.array(self.recent, np.float64)
         arrays: dict[str, Array] = {"recent": recent, "returns": self.returns, "lengths": self.lengths}
         state = State(arrays, {"steps": self.steps})

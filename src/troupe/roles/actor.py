@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from troupe.ports import Algorithm, Mailbox
 from troupe.roles.cargo import pack
 from troupe.roles.play import Player
-from troupe.types import Message
+from troupe.types import Message, Pace
 
 
 def actor(
@@ -25,13 +25,13 @@ def actor(
 ) -> Iterator[None]:
     """Each turn one rollout, or a short wait: for weights that know all but the last `lag_rollouts` that we sent, or
     for the rest that the learner asked for. Where several learners publish, their agents play in turn."""
-    agents, sent = Agents(f"{name}.{incarnation}"), 0
+    agents, sent, sifted = Agents(f"{name}.{incarnation}"), 0, 0  # messages; rollouts since the last of them
     rested_s = time.monotonic()  # when the last message left, or a rest after it was over
     spent = {"wait_s": 0.0, "play_s": 0.0, "env_s": 0.0}  # since the last message
     while True:
         waiting = time.perf_counter()
         while True:
-            ready = agents.learned >= max(0, sent - lag_rollouts) and time.monotonic() - rested_s >= agents.rest_s
+            ready = agents.learned >= max(0, sent - lag_rollouts) and time.monotonic() - rested_s >= agents.pace.rest_s
             news = mailbox.wait_latest("weights", 0.0 if ready else 0.1)
             if news is not None:
                 agents.take(news)
@@ -42,14 +42,15 @@ def actor(
                 yield
         agents.enter(algorithm)
         playing, env_s = time.perf_counter(), player.env_s
-        kept = algorithm.sift(player.play(algorithm, steps))
+        sifted += 1
+        kept = algorithm.sift(player.play(algorithm, steps), hold=sifted < agents.pace.rollouts)
         spent["wait_s"] += playing - waiting
         spent["play_s"] += time.perf_counter() - playing
         spent["env_s"] += player.env_s - env_s
         if kept is not None:
             message = pack(kept, run=run, sender=name, incarnation=incarnation, sequence=sent + 1, meta=spent)
             mailbox.send("learner", message, timeout_s=send_timeout_s)
-            sent += 1
+            sent, sifted = sent + 1, 0
             spent, rested_s = dict.fromkeys(spent, 0.0), time.monotonic()
         yield
 
@@ -62,13 +63,13 @@ class Agents:
         self._newest: dict[str, Message] = {}  # learner -> its weights; whose turn it is comes first
         self._loaded: Message | None = None
         self.learned = -1  # messages of ours that some learner has in its weights; -1: no weights have come yet
-        self.rest_s = 0.0  # after a message, before the next is begun
+        self.pace = Pace()  # as the learner that published last asks for it
 
     def take(self, news: Message) -> None:
         """Somebody published."""
         self._newest[news.sender] = news
         self.learned = max(int(weights.meta.get(self._me, 0)) for weights in self._newest.values())
-        self.rest_s = float(news.meta.get("rest_s", 0.0))
+        self.pace = Pace(int(news.meta.get("rollouts", 1)), float(news.meta.get("rest_s", 0.0)))
 
     def enter(self, algorithm: Algorithm) -> None:
         """The next one plays."""

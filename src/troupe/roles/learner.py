@@ -9,7 +9,7 @@ from troupe.errors import BadMessage
 from troupe.ports import Algorithm, Exchange, Ledger, Mailbox
 from troupe.roles.cargo import Cargo, pack_weights
 from troupe.roles.learn import learn
-from troupe.types import Episodes, Rollout
+from troupe.types import Episodes, Pace, Rollout
 
 
 def learner(
@@ -21,15 +21,16 @@ def learner(
     run: str,
     shape: Cargo,
     name: str = "learner",
-    rest_s: Callable[[], float] = lambda: 0.0,
+    pace: Callable[[], Pace] = Pace,
 ) -> Iterator[None]:
-    """Each turn one message, or a short wait for one. `rest_s` says how long actors shall rest after each message."""
+    """Each turn one message, or a short wait for one. `pace` says how much actors shall send."""
     parameters = algorithm.parameters
     merged: dict[str, tuple[int, int]] = {}  # sender -> its incarnation, and which of its messages was remembered last
 
     def publish(progress: float) -> None:
         learned = {f"{sender}.{life}": sequence for sender, (life, sequence) in merged.items()}
-        meta = {**learned, "progress": progress, "rest_s": rest_s()}
+        asked = pace()
+        meta = {**learned, "progress": progress, "rollouts": asked.rollouts, "rest_s": asked.rest_s}
         mailbox.publish("weights", pack_weights(parameters.weights(), run, name, parameters.version, meta))
 
     publish(ledger.progress())

@@ -33,5 +33,5 @@ class ActorLearner:
         """Merge what arrives, learn, publish."""
         return learner(
             company.algorithm, apply_here, company.mailbox, company.ledger, run=company.run, shape=company.shape,
-            name=company.config.name if company.config.share else "learner", rest_s=company.rest_s,
+            name=company.config.name if company.config.share else "learner", pace=company.pace,
         )  # fmt: skip

@@ -12,6 +12,7 @@ from troupe.config import Config
 from troupe.ports import Algorithm, Exchange, HeadLedger, Mailbox
 from troupe.roles.cargo import Cargo
 from troupe.roles.play import Player
+from troupe.types import Pace
 
 Links: TypeAlias = Mapping[str, Mailbox]  # hub -> the mailbox towards it
 
@@ -57,7 +58,7 @@ class Company:
     mailbox: Mailbox  # where parts send to it
     shape: Cargo
     commons: Commons | None  # where the scheme's workers share one vector
-    rest_s: Callable[[], float] = lambda: 0.0  # how long actors shall rest after each message, for balance
+    pace: Callable[[], Pace] = Pace  # what is asked of actors, for balance
 
     def refresh(self) -> None:
         """The house's view of a vector that others change: its version, and Adam's count of steps with it."""

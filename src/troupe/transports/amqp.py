@@ -152,7 +152,9 @@ def _of_socket(causes: list[BaseException], address: Address) -> TroupeError:
         if isinstance(cause, ssl.SSLError):
             return ConfigError(f"{address}: what answers there does not speak TLS: check the port, or write amqp://")
         if isinstance(cause, exceptions.IncompatibleProtocolError):
-            return PeerLost(f"{address}: what answers there does not speak AMQP: check the port; for TLS write amqps://")
+            return PeerLost(
+                f"{address}: what answers there does not speak AMQP: check the port; for TLS write amqps://"
+            )
         if isinstance(cause, socket.gaierror):
             return PeerLost(f"{address}: there is no host of that name: check the address")
         if isinstance(cause, exceptions.StreamLostError | exceptions.AMQPHeartbeatTimeout):

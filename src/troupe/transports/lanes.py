@@ -52,9 +52,7 @@ class Lane:
 class Publisher:
     """Publishes what the lanes hold. `add` and `withdraw` are for any thread, the rest is for the wire's."""
 
-    def __init__(
-        self, condition: threading.Condition, after: Callable[[float, Callable[[], None]], None]
-    ) -> None:
+    def __init__(self, condition: threading.Condition, after: Callable[[float, Callable[[], None]], None]) -> None:
         self._condition, self._after = condition, after
         self._channel: Any = None
         self._lanes: list[Lane] = []  # those that hold something
