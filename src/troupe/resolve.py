@@ -51,7 +51,10 @@ def resolve(given: Mapping[str, Any], *, strict: bool = True) -> Config:
     for key in ("env", "algo"):
         if not isinstance(given.get(key, ""), str):
             raise ConfigError(f"{key} {given[key]!r} is wrong: give a name")
-    values = {**preset(given["env"], given.get("algo")), **given}
+    tuned = preset(given["env"], given.get("algo"))
+    if transport(str(given.get("via", ""))) in REMOTE and SCHEMES[tuned["scheme"]].plays_here:
+        tuned["scheme"] = "actor-learner"  # a preset for one process; here others shall play
+    values = {**tuned, **given}
     own = hyper_class(values["algo"])
     return split(values, own, strict=strict)
 

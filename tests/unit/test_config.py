@@ -358,3 +358,10 @@ def test_a_goal_in_words() -> None:
     assert str(Goal(475.0, 20_000, 300.0)) == "mean >= 475 or 20,000 steps or 5 minutes"
     assert str(Goal(None, 5, None)) == "5 steps"
     assert str(Goal(200.0, None, 60.0, 100)) == "100 episodes in a row >= 200 or 1 minutes"
+
+
+@pytest.mark.parametrize("via", ["rabbitmq", "amqp://there"])
+def test_where_others_shall_play_a_preset_for_one_process_gives_way(via: str) -> None:
+    assert resolve({"env": "CartPole-v1"}).scheme == "local"
+    assert resolve({"env": "CartPole-v1", "via": via}).scheme == "actor-learner"
+    assert resolve({"env": "CartPole-v1", "via": via, "scheme": "local"}).scheme == "local"  # to be refused by name
