@@ -4,50 +4,14 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import pytest
-from command import Run
+from command import Command
+from remote import OPTIONS, machines, steps, train
 
 from troupe import broker
 
 SENTENCE_S = 20.0  # from the command to what is wrong, the start-up included
-OPTIONS = {"scheme": "actor-learner", "algo": "impala", "backend": "gymnasium", "envs": 8, "eval_episodes": 2}
-Command = Callable[..., Run]
-
-
-@pytest.fixture
-def command(tmp_path: Path, node: broker.Node, monkeypatch: pytest.MonkeyPatch) -> Iterator[Command]:
-    """Start `troupe ...` beside the session's broker; whatever is left at the end of the test is a failure of it."""
-    monkeypatch.setenv("TROUPE_BROKER", node.address)
-    begun: list[Run] = []
-
-    def start(*words: str, run: str = "run", home: str = "here", **options: object) -> Run:
-        texts = [f"--{key.replace('_', '-')}={value}" for key, value in options.items()]
-        (tmp_path / home).mkdir(exist_ok=True)
-        begun.append(Run(tmp_path / home, [*words, *texts], name=run))
-        return begun[-1]
-
-    yield start
-    for run in begun:
-        run.end()
-    for run in begun:
-        run.assert_nothing_is_left()
-
-
-def train(command: Command, name: str, env: str = "CartPole-v1", **options: object) -> Run:
-    given = {**OPTIONS, "via": "rabbitmq", "workers": 0, "until": "minutes=2", **options}
-    return command("train", env, "--quiet", f"--name={name}", run=name, **given)
-
-
-def machines(run: Run, what: str) -> list[str]:
-    return [str(line["machine"]) for line in run.lines("machine") if line["what"] == what]
-
-
-def steps(run: Run) -> int:
-    found = run.lines("progress")
-    return int(found[-1]["steps"]) if found else 0
 
 
 def test_machines_come_and_go_and_the_run_goes_on(command: Command) -> None:
@@ -71,8 +35,8 @@ def test_machines_come_and_go_and_the_run_goes_on(command: Command) -> None:
 
 
 def test_two_runs_with_different_environments_share_a_broker_and_nothing_else(command: Command) -> None:
-    runs = {name: train(command, name, env, workers=1, until="steps=20000") for name, env in
-            (("poles", "CartPole-v1"), ("robots", "Acrobot-v1"))}  # fmt: skip
+    runs = {name: train(command, name, env, workers=1, until="steps=5000") for name, env in
+            (("poles", "CartPole-v1"), ("hills", "MountainCar-v0"))}  # fmt: skip
     guests = [command("join", "--workers=1", "--once", f"--run={name}") for name in runs]
     for run in runs.values():
         assert run.wait(120) == 0, run.said()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 import time
 from collections.abc import Callable, Iterator
 
@@ -22,14 +23,17 @@ def learner(
     shape: Cargo,
     name: str = "learner",
     rest_s: Callable[[], float] = lambda: 0.0,
+    max_lag: int = 0,
 ) -> Iterator[None]:
-    """Each turn one message, or a short wait for one. `rest_s` says how long actors shall rest after each message."""
+    """Each turn one message, or a short wait for one. `rest_s` says how long actors shall rest after each message;
+    `max_lag` how many versions old what they played may be, 0 any."""
     parameters = algorithm.parameters
-    merged: dict[str, tuple[int, int]] = {}  # sender -> its incarnation, and which of its messages was remembered last
+    merged: dict[str, tuple[int, int]] = {}  # sender -> its incarnation, and which of its messages was done with last
+    life = secrets.token_hex(4)  # of this process: whoever takes over knows nothing of what this one was sent
 
     def publish(progress: float) -> None:
         learned = {f"{sender}.{life}": sequence for sender, (life, sequence) in merged.items()}
-        meta = {**learned, "progress": progress, "rest_s": rest_s()}
+        meta = {**learned, "progress": progress, "rest_s": rest_s(), "life": life}
         mailbox.publish("weights", pack_weights(parameters.weights(), run, name, parameters.version, meta))
 
     publish(ledger.progress())
@@ -41,9 +45,15 @@ def learner(
             try:
                 if message.run != run:
                     raise BadMessage(f"{message.sender} plays for run {message.run!r}, this is {run!r}")
+                merged[message.sender] = message.incarnation, message.sequence  # refused or not: it is not waited for
                 played = shape.unpack(message)
+                age = parameters.version - played.version
+                if max_lag and age > max_lag:
+                    played = None
+                    raise BadMessage(f"{message.sender}: played with weights {age} versions old, over --max-lag {max_lag}")
             except BadMessage as e:
                 ledger.rejected(message, str(e))
+                publish(ledger.progress())
         arrived, parsed_s = time.perf_counter(), time.thread_time() - busy
         ledger.spent("parse", parsed_s)
         ledger.spent("wait", max(0.0, arrived - begin - parsed_s))
@@ -51,7 +61,6 @@ def learner(
             yield
             continue
         ledger.played(played, message)
-        merged[message.sender] = message.incarnation, message.sequence
         progress = ledger.progress()
         algorithm.anneal(progress)
         algorithm.remember(played)
