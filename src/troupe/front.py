@@ -92,7 +92,8 @@ class Front:
         return {
             "ready": depth.ready, "unacknowledged": depth.unacknowledged, "bound": depth.bound,
             "messages": receipts.messages, "duplicates": receipts.duplicates, "lost": receipts.lost,
-            "stale": receipts.stale, "corrupted": receipts.corrupted, "poisoned": receipts.poisoned, "trouble": self.hub.trouble, "rest_s": self._balance.rest_s(),
+            "stale": receipts.stale, "corrupted": receipts.corrupted, "poisoned": receipts.poisoned,
+            "trouble": self.hub.trouble, "rest_s": self._balance.rest_s(),
             "machines": dict(self._guests.playing) if self._guests else {},
         }  # fmt: skip
 

@@ -163,9 +163,7 @@ class _Show:
             from troupe import front  # brings pika, which few runs need
 
             tries = self.run.path / "tries.json"
-            self.front = front.Front(
-                self.config, stage.run, topics, self.shape.nbytes(), tries, self.front_state
-            )
+            self.front = front.Front(self.config, stage.run, topics, self.shape.nbytes(), tries, self.front_state)
         return ProcessCast(
             stage, parts, logs=self.run.logs, shape=self.shape, topics=topics, weights_bytes=weights,
             on_event=self.heard.put, supervisor=self.supervisor, learner=self.front,

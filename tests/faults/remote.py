@@ -17,7 +17,7 @@ from troupe.transports.rabbitmq import RabbitMailbox
 from troupe.types import Json, Message, Rollout
 
 OPTIONS = {"scheme": "actor-learner", "algo": "impala", "backend": "gymnasium", "envs": 8, "eval_episodes": 2}
-NUMBERED = {"env": "fault_envs:Numbered", "rollout_steps": 50, "env_delay_ms": 2}  # one episode of each a message
+NUMBERED: dict[str, Any] = {"env": "fault_envs:Numbered", "rollout_steps": 50, "env_delay_ms": 2}  # one episode of each a message
 JOIN = ("join", "--workers=1", "--once", "--allow=fault_envs")
 
 

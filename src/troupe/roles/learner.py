@@ -10,7 +10,7 @@ from troupe.errors import BadMessage
 from troupe.ports import Algorithm, Exchange, Ledger, Mailbox
 from troupe.roles.cargo import Cargo, pack_weights
 from troupe.roles.learn import learn
-from troupe.types import Episodes, Rollout
+from troupe.types import Episodes, Rollout, Scalar
 
 
 def learner(
@@ -33,7 +33,7 @@ def learner(
 
     def publish(progress: float) -> None:
         learned = {f"{sender}.{life}": sequence for sender, (life, sequence) in merged.items()}
-        meta = {**learned, "progress": progress, "rest_s": rest_s(), "life": life}
+        meta: dict[str, Scalar] = {**learned, "progress": progress, "rest_s": rest_s(), "life": life}
         mailbox.publish("weights", pack_weights(parameters.weights(), run, name, parameters.version, meta))
 
     publish(ledger.progress())
@@ -50,7 +50,9 @@ def learner(
                 age = parameters.version - played.version
                 if max_lag and age > max_lag:
                     played = None
-                    raise BadMessage(f"{message.sender}: played with weights {age} versions old, over --max-lag {max_lag}")
+                    raise BadMessage(
+                        f"{message.sender}: played {age} versions ago, over --max-lag {max_lag}"
+                    )
             except BadMessage as e:
                 ledger.rejected(message, str(e))
                 publish(ledger.progress())

@@ -12,7 +12,7 @@ from troupe.transports.lanes import Lane
 from troupe.transports.office import Office
 from troupe.transports.receipts import Receipts
 from troupe.transports.topology import Delivery
-from troupe.transports.tries import TRIES, Tries
+from troupe.transports.tries import Tries
 from troupe.transports.wire import Wire
 from troupe.types import Message
 
@@ -80,7 +80,7 @@ class Intake:
             if not self.receipts.accept(message, len(delivery.body), redelivered=delivery.redelivered):
                 self.wire.settle(delivery)
             elif delivery.redelivered and not self._tries.begin(_key(delivery)):
-                why = f"{message.sender}: its message {message.sequence} was begun {TRIES} times and never finished"
+                why = f"{message.sender}: its message {message.sequence} ended whoever began it, again and again"
                 self.receipts.poison(len(delivery.body), why)
                 self._bury(delivery, why)
                 self.wire.settle(delivery, reject=True)

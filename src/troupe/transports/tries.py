@@ -8,7 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
-TRIES: Final = 4  # times that a message is given to a learner; the delivery after that puts it aside
+TRIES: Final = 4  # times that a message comes again; this one puts it aside, the others give it to a learner
 _KEPT: Final = 64  # messages that are remembered
 
 
@@ -44,7 +44,7 @@ class Tries:
             self._write()
 
     def _write(self) -> None:
-        """Where that fails, a message that kills is put aside later, or never; what is merged meanwhile is worth more."""
+        """Where that fails, a message that kills is put aside later, or never."""
         if self._path is None:
             return
         with suppress(OSError):
