@@ -55,6 +55,7 @@ class Front:
             self.hub.mailbox().receipts.restore(state.values)
         self._balance = Balance(self.hub.depth)
         self._guests: Guests | None = None
+        self.failed = False  # the run ends by an exception
         self._blocked, self._poisoned = False, self.hub.mailbox().receipts.poisoned
 
     def mailbox(self) -> Mailbox:
@@ -110,5 +111,5 @@ class Front:
         self.hub.stop()
 
     def close(self) -> None:
-        """Leave the broker."""
-        self.hub.close()
+        """Leave the broker. Where the run failed, what waits there is for its next life."""
+        self.hub.close(keep=self.failed and self.hub.mailbox().receipts.messages > 0)

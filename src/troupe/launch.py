@@ -184,6 +184,8 @@ class _Show:
             except TroupeError as e:
                 raise _users_own(e) from e
             finally:
+                if self.front:
+                    self.front.failed = sys.exc_info()[0] is not None
                 cast.stop(STOP_TIMEOUT_S)
                 if player:
                     player.envs.close()

@@ -17,7 +17,8 @@ from troupe.transports.rabbitmq import RabbitMailbox
 from troupe.types import Json, Message, Rollout
 
 OPTIONS = {"scheme": "actor-learner", "algo": "impala", "backend": "gymnasium", "envs": 8, "eval_episodes": 2}
-NUMBERED: dict[str, Any] = {"env": "fault_envs:Numbered", "rollout_steps": 50, "env_delay_ms": 2}  # one episode of each a message
+# One episode of each environment is one message.
+NUMBERED: dict[str, Any] = {"env": "fault_envs:Numbered", "rollout_steps": 50, "env_delay_ms": 2}
 JOIN = ("join", "--workers=1", "--once", "--allow=fault_envs")
 
 

@@ -53,7 +53,9 @@ def test_a_killed_learner_is_followed_by_one_that_counts_on(command: Command, no
     options = {**NUMBERED, "checkpoint_every_s": 1.5, "until": "steps=40000"}
     learner = train(command, "followed", **options)
     guest = command(*JOIN, "--run=followed")
-    learner.until(lambda: len(learner.lines("checkpoint")) >= 2)
+    learner.until(lambda: steps(learner))
+    before = len(learner.lines("checkpoint"))
+    learner.until(lambda: len(learner.lines("checkpoint")) > before)
     since = steps(learner)
     learner.until(lambda: steps(learner) > since)  # so that there is something to lose
     os.kill(learner.process.pid, signal.SIGKILL)

@@ -80,21 +80,39 @@ def test_who_joins_before_any_learner_waits_and_says_so(command: Command) -> Non
 @pytest.mark.parametrize(
     ("address", "sentence"),
     [
-        ("amqp://troupe:wrong@127.0.0.1:{port}/", "password"),
+        ("amqp://troupe:wrong@127.0.0.1:{node.port}/", "refuses the user 'troupe' or the password"),
         ("amqp://127.0.0.1:1/", "no broker answers there"),
-        ("{node}nowhere", "virtual host"),
+        ("amqp://no-such-host.invalid/", "there is no host of that name"),
+        ("{node.address}nowhere", "the broker has no virtual host 'nowhere'"),
+        ("amqp://bea:wrong@127.0.0.1:{node.port}/", "the user 'bea' may not use the virtual host '/'"),
+        ("amqp://cleo:wrong@127.0.0.1:{node.port}/", "the user 'cleo' has no permission there"),
+        ("{node.tls_address}", "its certificate is not trusted"),
+        ("amqp://127.0.0.1:{tls_port}/", "what answers there does not speak AMQP"),
+        ("http://127.0.0.1/", "not the address of a broker"),
     ],
 )
 def test_a_broker_that_cannot_be_used_is_told_in_one_sentence(
-    command: Command, node: broker.Node, address: str, sentence: str
+    command: Command, node: broker.Node, users: None, address: str, sentence: str
 ) -> None:
-    there = address.format(port=node.port, node=node.address)
-    for run in (
+    assert node.tls_address
+    there = address.format(node=node, tls_port=node.tls_address.rstrip("/").rpartition(":")[2])
+    both = [
         command("join", there, "--workers=1", "--once"),
         command("train", "CartPole-v1", "--quiet", f"--via={there}", "--name=refused", run="refused", **OPTIONS),
-    ):
+    ]
+    for run in both:
         assert run.wait(SENTENCE_S) in (1, 2), run.said()
         told = [line for line in run.said().splitlines() if line.startswith("troupe: ")]
         assert len(told) == 1 and sentence in told[0], run.said()
         assert "Traceback" not in run.said() and "wrong" not in run.said()
         assert not run.path.exists()
+
+
+@pytest.fixture(scope="session")
+def users(session_node: broker.Node) -> None:
+    """bea may do nothing on the broker, cleo only what is not a run's."""
+    if not session_node.running():
+        session_node.restart()
+    for user in ("bea", "cleo"):
+        session_node.control("add_user", user, "wrong")
+    session_node.control("set_permissions", "cleo", "^other", ".*", ".*")

@@ -50,9 +50,7 @@ def learner(
                 age = parameters.version - played.version
                 if max_lag and age > max_lag:
                     played = None
-                    raise BadMessage(
-                        f"{message.sender}: played {age} versions ago, over --max-lag {max_lag}"
-                    )
+                    raise BadMessage(f"{message.sender}: played {age} versions ago, over --max-lag {max_lag}")
             except BadMessage as e:
                 ledger.rejected(message, str(e))
                 publish(ledger.progress())

@@ -128,10 +128,14 @@ class RabbitHub:
         """Tell every worker, now and later, to stop."""
         self._mailbox.finish()
 
-    def close(self) -> None:
-        """Leave, and delete what the run has on the broker unless another learner shares it; dead letters stay."""
+    def close(self, *, keep: bool = False) -> None:
+        """Leave, and delete what the run has on the broker unless another learner shares it; dead letters stay.
+
+        With `keep` all of it stays, for whoever leads the run next: also what was given to us and is not finished.
+        """
         if self._wire.up and not self._wire.blocked:
             self._wire.flush(_FLUSH_S)
+        if self._wire.up and not self._wire.blocked and not keep:
             dead = self.office.dead_queue().name
             private = [self.office.private_queue(name).name for name in list(self._private)]
             self._wire.delete_unused([self.office.data_queue().name, dead, *private], _FLUSH_S, unless_filled=dead)
