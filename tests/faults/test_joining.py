@@ -35,7 +35,7 @@ def test_machines_come_and_go_and_the_run_goes_on(command: Command) -> None:
 
 
 def test_two_runs_with_different_environments_share_a_broker_and_nothing_else(command: Command) -> None:
-    runs = {name: train(command, name, env, workers=1, until="steps=5000") for name, env in
+    runs = {name: train(command, name, env, until="steps=5000") for name, env in
             (("poles", "CartPole-v1"), ("hills", "MountainCar-v0"))}  # fmt: skip
     guests = [command("join", "--workers=1", "--once", f"--run={name}") for name in runs]
     for run in runs.values():
