@@ -100,6 +100,8 @@ class _Show:
         self.refresh: Callable[[], None] = lambda: None  # before anything is saved of a vector that others change
         if resume:
             self._restore()
+        if transport(self.config.via) == "rabbitmq":  # where messages outlive who sent them
+            self.books.life = max(self.books.life, run.begin_life())
         self.reviews = Reviews(self.config, run.name, self.goal, self.books, self.algorithm.parameters, self._save_best)
         if resume and (best := run.load_best()) is not None:
             self.reviews.best = float(best.info.get("merit", best.info.get("mean", -math.inf)))

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,9 +29,11 @@ RECONNECT_S = 10.0
 
 WORKER = """
 import sys, threading, time
+from contextlib import suppress
 from troupe.transports import amqp
 amqp.HEARTBEAT_S = int(sys.argv[2])
 from rabbit import rollout
+from troupe.errors import PeerLost
 from troupe.transports.amqp import Address
 from troupe.transports.rabbitmq import RabbitMailbox
 address = Address.parse(sys.stdin.readline().strip())
@@ -45,10 +47,11 @@ def watch():
             print(trouble or "up", flush=True)
 watcher = threading.Thread(target=watch)
 watcher.start()
-while not worker.stopping:
-    sequence += 1
-    worker.send("learner", rollout(sys.argv[1], sequence), 100.0)
-    time.sleep(0.01)
+with suppress(PeerLost):  # the run is stopping
+    while not worker.stopping:
+        worker.send("learner", rollout(sys.argv[1], sequence + 1), 100.0)
+        sequence += 1
+        time.sleep(0.01)
 over.set()
 watcher.join()
 print(f"sent {sequence}", flush=True)
@@ -108,7 +111,7 @@ def test_a_cut_network_costs_nothing_and_is_found_out_soon(net: Net, tmp_path: P
         worker.stdin.write(f"{node.tls_address}?cafile={tls.authority}\n")
         worker.stdin.close()
         said: SimpleQueue[str] = SimpleQueue()
-        listener = threading.Thread(target=lambda: [said.put(line) for line in worker.stdout or ()])
+        listener = threading.Thread(target=listen, args=(worker.stdout, said))
         listener.start()
         assert said.get(timeout=20.0) == "up\n"
         got: list[int] = []
@@ -137,6 +140,11 @@ def test_a_cut_network_costs_nothing_and_is_found_out_soon(net: Net, tmp_path: P
         sent = int(said.get(timeout=1.0).split()[1])
         assert got == list(range(1, len(got) + 1)) and hub.mailbox().receipts.lost == 0
         assert sent - len(got) <= 5, "but for what it held itself when it was told to stop"
+
+
+def listen(stdout: Iterable[str], said: SimpleQueue[str]) -> None:
+    for line in stdout:
+        said.put(line)
 
 
 def receive(hub: RabbitHub, got: list[int], enough: int) -> None:

@@ -88,7 +88,7 @@ def test_who_joins_before_any_learner_waits_and_says_so(command: Command) -> Non
         ("amqp://cleo:wrong@127.0.0.1:{node.port}/", "the user 'cleo' has no permission there"),
         ("{node.tls_address}", "its certificate is not trusted"),
         ("amqp://127.0.0.1:{tls_port}/", "what answers there does not speak AMQP"),
-        ("http://127.0.0.1/", "not the address of a broker"),
+        ("http://127.0.0.1/", "'http'"),
     ],
 )
 def test_a_broker_that_cannot_be_used_is_told_in_one_sentence(
