@@ -54,15 +54,15 @@ def stranger(address: str) -> Iterator[Any]:
 
 @dataclass(frozen=True)
 class Certificates:
-    """An authority, and a certificate for 127.0.0.1 that it signed."""
+    """An authority, and a certificate that it signed."""
 
     authority: Path
     certificate: Path
     key: Path
 
 
-def certificates(folder: Path) -> Certificates:
-    """Made by openssl; valid for a day."""
+def certificates(folder: Path, host: str = "127.0.0.1") -> Certificates:
+    """For the address `host`; made by openssl; valid for a day."""
     folder.mkdir()
 
     def openssl(*arguments: str) -> None:
@@ -70,8 +70,8 @@ def certificates(folder: Path) -> Certificates:
 
     curve = ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
     openssl("req", "-x509", *curve, "-keyout", "ca.key", "-out", "ca.pem", "-days", "1", "-subj", "/CN=Test CA")
-    openssl("req", *curve, "-keyout", "node.key", "-out", "node.csr", "-subj", "/CN=127.0.0.1")
-    (folder / "san").write_text("subjectAltName=IP:127.0.0.1\n")
+    openssl("req", *curve, "-keyout", "node.key", "-out", "node.csr", "-subj", f"/CN={host}")
+    (folder / "san").write_text(f"subjectAltName=IP:{host}\n")
     openssl(
         "x509", "-req", "-in", "node.csr", "-CA", "ca.pem", "-CAkey", "ca.key", "-CAcreateserial", "-days", "1",
         "-extfile", "san", "-out", "node.pem",

@@ -12,7 +12,7 @@ import numpy as np
 
 from troupe.goal import Goal
 from troupe.roles.report import Report
-from troupe.types import Array, Episodes, Json, Message, Metrics, Rollout, State
+from troupe.types import Array, Episodes, Json, Message, Metrics, Rollout, Scalar, State
 
 WINDOW = 100  # episodes of the training mean that is shown and that calls for an evaluation
 PROGRESS_S = 1.0  # between two progress lines of the journal
@@ -60,6 +60,7 @@ class Books:
         self._ended: float | None = None
         self._marks: deque[tuple[float, int]] = deque(maxlen=6)  # (seconds, steps), a second apart
         self._before: dict[str, dict[str, float]] = {}
+        self._distrusted: dict[str, int] = {}  # worker -> publications that it refused
         self._next_line = 0.0
 
     # What roles tell -------------------------------------------------------------------------------------------------
@@ -76,7 +77,13 @@ class Books:
             self.lags.append(self.version - played.version)
             for part in ("play", "wait", "send"):
                 self.divisions[sender].seconds[part] += float(message.meta.get(f"{part}_s", 0.0))
+            self._distrust(sender, message.meta.get("refused"))
         self._tell_episodes(sender, played.episode_returns, played.episode_lengths)
+
+    def _distrust(self, sender: str, refused: Scalar | None) -> None:
+        if isinstance(refused, int) and refused > self._distrusted.get(sender, 0):
+            self._distrusted[sender] = refused
+            self.pages.write("event", text=f"{sender} refused {refused} publications that were no weights of this run")
 
     def reported(self, sender: str, report: Report) -> None:
         """What a worker did that learns by itself."""

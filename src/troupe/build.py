@@ -19,7 +19,7 @@ from troupe.nets import NetSpec, observation_dtype
 from troupe.parameters import Parameters
 from troupe.ports import Algorithm
 from troupe.replay import ReplayShape, check_fits
-from troupe.roles.cargo import Cargo, EpisodesShape, RolloutShape
+from troupe.roles.cargo import Bounds, Cargo, EpisodesShape, RolloutShape
 from troupe.roles.play import Player
 from troupe.seeding import Seeds
 from troupe.types import Place
@@ -85,6 +85,14 @@ def cargo(config: Config, observation: spaces.Space[Any], action: spaces.Space[A
     dtype = str(envs.as_observation(observation.sample(), observation).dtype)
     steps, lanes = rollout_steps(config), config.lanes
     shape = observation.shape or (), dtype, action.shape or ()
+    bounds = _bounds(action, "actions") + _bounds(observation, "observations", "final_observations")
     if algorithm_class(config.algo).remembers == "episodes":
-        return EpisodesShape(most_steps(lanes, steps, int(config.hyper["episode_steps"])), *shape)
-    return RolloutShape(steps, lanes, *shape)
+        return EpisodesShape(most_steps(lanes, steps, int(config.hyper["episode_steps"])), *shape, bounds)
+    return RolloutShape(steps, lanes, *shape, bounds)
+
+
+def _bounds(space: spaces.Space[Any], *names: str) -> Bounds:
+    """What may be in arrays of a discrete `space`."""
+    if not isinstance(space, spaces.Discrete):
+        return ()
+    return tuple((name, int(space.start), int(space.start + space.n) - 1) for name in names)

@@ -44,7 +44,8 @@ class Config(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     shards: Option[int, Meta(ge=1, description="parameter-server: servers, each owning a slice of the vector")] = 1
     accumulate: Option[int, Meta(ge=1, description="parameter-server: gradients that make one step")] = 1
     max_lag: Option[
-        int, Meta(ge=0, description="parameter-server: versions a gradient may be old, older ones are dropped; 0: any")
+        int,
+        Meta(ge=0, description="versions a gradient (parameter-server) or rollout (actor-learner) may be old; 0: any"),
     ] = 0
     seed: Option[int, Meta(ge=0, description="the root of every random stream")] = 1
     name: Option[str, Meta(description="the run's name; the same name resumes")] = ""

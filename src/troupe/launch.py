@@ -95,11 +95,14 @@ class _Show:
         self.journal: Journal | EventFiles | None = None
         self.saved_s = 0.0
         self.play_state: State | None = None
+        self.front_state: State | None = None
         self.spaces = prepared.spaces
         self.front: Front | None = None  # where the run is led over a broker
         self.refresh: Callable[[], None] = lambda: None  # before anything is saved of a vector that others change
         if resume:
             self._restore()
+        if transport(self.config.via) == "rabbitmq":  # where messages outlive who sent them
+            self.books.life = max(self.books.life, run.begin_life())
         self.average = Average(self.algorithm.parameters, self.config.average, self.books.steps)
         self.reviews = Reviews(self.config, run.name, self.goal, self.books, self.average, self._save_best)
         if resume and (best := run.load_best()) is not None:
@@ -118,6 +121,8 @@ class _Show:
         self.books.restore(found.state.get("books"), found.version)
         if self.scheme.plays_here and "player" in found.state.values:
             self.play_state = found.state.get("player")
+        if "front" in found.state.values:
+            self.front_state = found.state.get("front")
         self.saved_s = self.books.seconds_before
         self.say(f"resumed at {found.steps:,} steps, version {found.version}")
 
@@ -161,7 +166,8 @@ class _Show:
         if transport(self.config.via) == "rabbitmq":
             from troupe import front  # brings pika, which few runs need
 
-            self.front = front.Front(self.config, stage.run, topics, self.shape.nbytes())
+            tries = self.run.path / "tries.json"
+            self.front = front.Front(self.config, stage.run, topics, self.shape.nbytes(), tries, self.front_state)
         return ProcessCast(
             stage, parts, logs=self.run.logs, shape=self.shape, topics=topics, weights_bytes=weights,
             on_event=self.heard.put, supervisor=self.supervisor, learner=self.front,
@@ -182,6 +188,8 @@ class _Show:
             except TroupeError as e:
                 raise _users_own(e) from e
             finally:
+                if self.front:
+                    self.front.failed = sys.exc_info()[0] is not None
                 cast.stop(STOP_TIMEOUT_S)
                 if player:
                     player.envs.close()
@@ -258,6 +266,7 @@ class _Show:
         self.write(
             "end", reason=reason, steps=self.books.steps, seconds=seconds, exit_code=code, version=self.books.version,
             steps_per_s=self.books.steps / seconds if seconds else 0.0, ledger=self.books.ledger,
+            **({"carrier": self.front.figures()} if self.front else {}),
         )  # fmt: skip
         return Outcome(str(self.run.path), met, reason, code, self.books.steps, seconds, solved or self.reviews.last)
 
@@ -274,6 +283,8 @@ class _Show:
         state.put("books", self.books.state())
         if player is not None:
             state.put("player", player.state())
+        if self.front:
+            state.put("front", self.front.state())
         self.saved_s = self.books.seconds()
         self._try(
             lambda: self.run.save(self.books.steps, parameters.version, state, parameters.weights(), self._info())

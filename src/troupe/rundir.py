@@ -183,6 +183,16 @@ class RunDir:
         """What made this run."""
         return _check_mark(self.path)
 
+    def begin_life(self) -> int:
+        """How many processes led this run before, whether they lived to save anything or not."""
+        path = self.path / "lives"
+        try:
+            with path.open("ab") as file:
+                file.write(b".")
+            return path.stat().st_size - 1
+        except OSError as e:
+            raise RunDirError(f"cannot write {path}: {e.strerror or e}; check its rights and the disk") from e
+
     def journal(self) -> Journal:
         """The run's journal, to go on writing."""
         return Journal(self.metrics)

@@ -85,3 +85,6 @@ class Run:
 
 def path_to_here() -> str:
     return os.pathsep.join(filter(None, (str(HERE), os.environ.get("PYTHONPATH"))))
+
+
+Command = Callable[..., Run]

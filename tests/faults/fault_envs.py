@@ -117,3 +117,20 @@ class Brood(Walk):
             subprocess.Popen(["sleep", "1000"])
             subprocess.Popen(["sleep", "1000"], start_new_session=True)
         return super().reset(seed=seed)
+
+
+class Numbered(Walk):
+    """Pays once, at the end of an episode: its own number among those of its process, and after the point how many
+    episodes it has ended. So whoever reads the returns sees each one that came twice, or never."""
+
+    made = 0  # of this process
+
+    def __init__(self) -> None:
+        super().__init__()
+        Numbered.made += 1
+        self._me, self._ended = Numbered.made, 0
+
+    def step(self, action: np.int64) -> tuple[Array, float, bool, bool, dict[str, Any]]:
+        observation, _, terminated, truncated, info = super().step(action)
+        self._ended += truncated
+        return observation, truncated * (self._me + self._ended / 1000), terminated, truncated, info

@@ -148,7 +148,7 @@ def test_what_is_published_three_times_is_received_once(node: Node, pair: tuple[
 
 
 LEARNER = """
-import os, signal, sys
+import os, signal, sys, time
 from troupe.transports import amqp
 from troupe.transports.amqp import Address
 from troupe.transports.rabbitmq import RabbitHub
@@ -156,6 +156,7 @@ hub = RabbitHub(Address.parse(sys.stdin.readline().strip()), sys.argv[1], max_le
 print("up", flush=True)
 for _ in range(3):
     print(hub.mailbox().receive(20.0).sequence, flush=True)
+time.sleep(0.3)  # an acknowledgement, were there one, would reach the broker
 os.kill(os.getpid(), signal.SIGKILL)
 """
 

@@ -4,50 +4,14 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import pytest
-from command import Run
+from command import Command
+from remote import OPTIONS, machines, steps, train
 
 from troupe import broker
 
 SENTENCE_S = 20.0  # from the command to what is wrong, the start-up included
-OPTIONS = {"scheme": "actor-learner", "algo": "impala", "backend": "gymnasium", "envs": 8, "eval_episodes": 2}
-Command = Callable[..., Run]
-
-
-@pytest.fixture
-def command(tmp_path: Path, node: broker.Node, monkeypatch: pytest.MonkeyPatch) -> Iterator[Command]:
-    """Start `troupe ...` beside the session's broker; whatever is left at the end of the test is a failure of it."""
-    monkeypatch.setenv("TROUPE_BROKER", node.address)
-    begun: list[Run] = []
-
-    def start(*words: str, run: str = "run", home: str = "here", **options: object) -> Run:
-        texts = [f"--{key.replace('_', '-')}={value}" for key, value in options.items()]
-        (tmp_path / home).mkdir(exist_ok=True)
-        begun.append(Run(tmp_path / home, [*words, *texts], name=run))
-        return begun[-1]
-
-    yield start
-    for run in begun:
-        run.end()
-    for run in begun:
-        run.assert_nothing_is_left()
-
-
-def train(command: Command, name: str, env: str = "CartPole-v1", **options: object) -> Run:
-    given = {**OPTIONS, "via": "rabbitmq", "workers": 0, "until": "minutes=2", **options}
-    return command("train", env, "--quiet", f"--name={name}", run=name, **given)
-
-
-def machines(run: Run, what: str) -> list[str]:
-    return [str(line["machine"]) for line in run.lines("machine") if line["what"] == what]
-
-
-def steps(run: Run) -> int:
-    found = run.lines("progress")
-    return int(found[-1]["steps"]) if found else 0
 
 
 def test_machines_come_and_go_and_the_run_goes_on(command: Command) -> None:
@@ -71,8 +35,8 @@ def test_machines_come_and_go_and_the_run_goes_on(command: Command) -> None:
 
 
 def test_two_runs_with_different_environments_share_a_broker_and_nothing_else(command: Command) -> None:
-    runs = {name: train(command, name, env, workers=1, until="steps=20000") for name, env in
-            (("poles", "CartPole-v1"), ("robots", "Acrobot-v1"))}  # fmt: skip
+    runs = {name: train(command, name, env, until="steps=5000") for name, env in
+            (("poles", "CartPole-v1"), ("hills", "MountainCar-v0"))}  # fmt: skip
     guests = [command("join", "--workers=1", "--once", f"--run={name}") for name in runs]
     for run in runs.values():
         assert run.wait(120) == 0, run.said()
@@ -116,21 +80,39 @@ def test_who_joins_before_any_learner_waits_and_says_so(command: Command) -> Non
 @pytest.mark.parametrize(
     ("address", "sentence"),
     [
-        ("amqp://troupe:wrong@127.0.0.1:{port}/", "password"),
+        ("amqp://troupe:wrong@127.0.0.1:{node.port}/", "refuses the user 'troupe' or the password"),
         ("amqp://127.0.0.1:1/", "no broker answers there"),
-        ("{node}nowhere", "virtual host"),
+        ("amqp://no-such-host.invalid/", "there is no host of that name"),
+        ("{node.address}nowhere", "the broker has no virtual host 'nowhere'"),
+        ("amqp://bea:wrong@127.0.0.1:{node.port}/", "the user 'bea' may not use the virtual host '/'"),
+        ("amqp://cleo:wrong@127.0.0.1:{node.port}/", "the user 'cleo' has no permission there"),
+        ("{node.tls_address}", "its certificate is not trusted"),
+        ("amqp://127.0.0.1:{tls_port}/", "what answers there does not speak AMQP"),
+        ("http://127.0.0.1/", "'http'"),
     ],
 )
 def test_a_broker_that_cannot_be_used_is_told_in_one_sentence(
-    command: Command, node: broker.Node, address: str, sentence: str
+    command: Command, node: broker.Node, users: None, address: str, sentence: str
 ) -> None:
-    there = address.format(port=node.port, node=node.address)
-    for run in (
+    assert node.tls_address
+    there = address.format(node=node, tls_port=node.tls_address.rstrip("/").rpartition(":")[2])
+    both = [
         command("join", there, "--workers=1", "--once"),
         command("train", "CartPole-v1", "--quiet", f"--via={there}", "--name=refused", run="refused", **OPTIONS),
-    ):
+    ]
+    for run in both:
         assert run.wait(SENTENCE_S) in (1, 2), run.said()
         told = [line for line in run.said().splitlines() if line.startswith("troupe: ")]
         assert len(told) == 1 and sentence in told[0], run.said()
         assert "Traceback" not in run.said() and "wrong" not in run.said()
         assert not run.path.exists()
+
+
+@pytest.fixture(scope="session")
+def users(session_node: broker.Node) -> None:
+    """bea may do nothing on the broker, cleo only what is not a run's."""
+    if not session_node.running():
+        session_node.restart()
+    for user in ("bea", "cleo"):
+        session_node.control("add_user", user, "wrong")
+    session_node.control("set_permissions", "cleo", "^other", ".*", ".*")

@@ -21,7 +21,7 @@ class Choosy:
     """Finds every third rollout worth sending."""
 
     def __init__(self) -> None:
-        self.parameters = SimpleNamespace(load_weights=lambda weights, version: None)
+        self.parameters = SimpleNamespace(load_weights=lambda weights, version: None, vector=np.zeros(1))
         self.annealed: list[float] = []
         self.anneal = self.annealed.append
         self.played, self.holds = 0, ""

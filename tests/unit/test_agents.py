@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -76,3 +78,19 @@ def turns(rest_s: float, algorithm: Algorithm, count: int) -> int:
 def test_who_is_asked_to_rest_sends_nothing_meanwhile(algorithm: Algorithm) -> None:
     assert turns(0.0, algorithm, 20) == 20
     assert turns(3600.0, algorithm, 20) == 0
+
+
+def test_what_a_learner_that_is_gone_was_sent_is_not_waited_for(algorithm: Algorithm) -> None:
+    agents = Agents("actor-0.0")
+    agents.take(life(weights(algorithm, "a", 1, **{"actor-0.0": 2}), "first"), 5)
+    assert agents.learned == 2
+    agents.take(life(weights(algorithm, "a", 2, **{"actor-0.0": 3}), "first"), 6)
+    assert agents.learned == 3
+    agents.take(life(weights(algorithm, "a", 1), "second"), 7)
+    assert agents.learned == 7
+    agents.take(life(weights(algorithm, "a", 2, **{"actor-0.0": 8}), "second"), 9)
+    assert agents.learned == 8
+
+
+def life(news: Message, which: str) -> Message:
+    return replace(news, meta={**news.meta, "life": which})

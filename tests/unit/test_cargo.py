@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from troupe.errors import BadMessage
-from troupe.roles.cargo import EpisodesShape, RolloutShape, pack, pack_rollout, pack_weights
+from troupe.roles.cargo import EpisodesShape, RolloutShape, check_weights, pack, pack_rollout, pack_weights
 from troupe.transports.codec import decode, encode, encoded_size
 from troupe.types import Array, Episodes, Message, Rollout
 
@@ -247,3 +247,38 @@ def test_weights_travel_with_their_version_and_what_was_learned() -> None:
     assert (packed.kind, packed.sender, packed.version) == ("weights", "learner", 3)
     assert packed.meta == {"actor-0.1": 12, "progress": 0.25}
     np.testing.assert_array_equal(packed.arrays["weights"], weights)
+
+
+def test_an_action_or_a_discrete_observation_that_there_is_not_is_refused() -> None:
+    shape = replace(NUMBERS, bounds=(("actions", 0, 2), ("observations", 0, 99), ("final_observations", 0, 99)))
+    good = message(rollout(NUMBERS))
+    assert shape.unpack(good)
+    for name in ("actions", "observations", "final_observations"):
+        for value in (-1, 100):
+            array = good.arrays[name].copy()
+            array.flat[0] = value
+            with pytest.raises(BadMessage, match=f"^actor-1: {name} are .*{value}.*, where there are 0 to"):
+                shape.unpack(replace(good, arrays={**good.arrays, name: array}))
+
+
+@pytest.mark.parametrize("value", ["long", -1.0, float("nan"), float("inf"), True])
+def test_a_time_that_is_none_is_refused(value: float | str) -> None:
+    with pytest.raises(BadMessage, match=r"play_s is .*, which is no time"):
+        SHAPE.unpack(replace(message(), meta={"play_s": value}))
+
+
+def test_only_weights_of_this_run_and_network_are_played_with() -> None:
+    good = pack_weights(np.ones(64, np.float32), "r", "learner", 3, {"progress": 0.5, "rest_s": 1.0})
+    check_weights(good, "r", 64)
+    bad = {
+        "of run 'r', this is 'other'": (good, "other", 64),
+        "weights are .64. float32, not .128.": (good, "r", 128),
+        "not finite": (replace(good, arrays={"weights": np.full(64, np.inf, np.float32)}), "r", 64),
+        "float64, not": (replace(good, arrays={"weights": np.ones(64)}), "r", 64),
+        "progress is 1.5": (replace(good, meta={"progress": 1.5}), "r", 64),
+        "rest_s is nan": (replace(good, meta={"rest_s": float("nan")}), "r", 64),
+        "has the arrays": (replace(good, arrays={}), "r", 64),
+    }
+    for sentence, (message, run, count) in bad.items():
+        with pytest.raises(BadMessage, match=sentence):
+            check_weights(message, run, count)

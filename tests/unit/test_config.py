@@ -263,11 +263,12 @@ def test_every_pair_is_taken_with_one_worker_but_ppo_where_weights_move_and_elit
 @pytest.mark.parametrize("option", [{"sync_every": 2}, {"shards": 2}, {"max_lag": 5}, {"accumulate": 3}])
 def test_an_option_of_another_scheme_is_refused_and_never_ignored(option: dict[str, int]) -> None:
     [(name, _)] = option.items()
-    own = {"sync_every": {"hogwild", "locked"}}.get(name, {"parameter-server"})
+    own = {"sync_every": {"hogwild", "locked"}, "max_lag": {"parameter-server", "actor-learner"}}
+    schemes = own.get(name, {"parameter-server"})
     base = resolve({"env": "CartPole-v1", "algo": "a3c", "workers": 1, **option})
     for scheme in SCHEMES:
         config = msgspec.structs.replace(base, scheme=scheme)
-        if scheme in own:
+        if scheme in schemes:
             check_pairs(config)
         else:
             with pytest.raises(ConfigError, match=f"--{name.replace('_', '-')} means nothing to scheme {scheme}"):

@@ -251,3 +251,12 @@ def test_the_config_file_is_readable(root: Path) -> None:
         (run.path / "config.toml").unlink()
         with pytest.raises(RunDirError, match="cannot read"):
             run.read_config()
+
+
+def test_no_two_lives_of_a_run_have_a_number_though_nothing_was_saved(root: Path) -> None:
+    with RunDir.create("a", fresh=False, root=root) as run:
+        assert run.begin_life() == 0
+    with RunDir.open("a", root=root) as again:
+        assert [again.begin_life(), again.begin_life()] == [1, 2]
+    with RunDir.create("a", fresh=True, root=root) as fresh:
+        assert fresh.begin_life() == 0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Final, Protocol, TypeAlias
 
 import numpy as np
 
@@ -18,6 +18,11 @@ _DTYPES = {
     **dict.fromkeys(("log_probs", "rewards", "credits", "episode_returns", "returns"), "float32"),
     **dict.fromkeys(("final_index", "episode_lengths", "lengths"), "int64"),
 }
+
+
+Bounds: TypeAlias = tuple[tuple[str, int, int], ...]  # array, the lowest and the highest that may be in it
+MOST_REST_S: Final = 60.0  # that an actor rests after a message, whatever it is asked to
+MOST_ROLLOUTS: Final = 100  # that it sifts for one, likewise
 
 
 class Cargo(Protocol):
@@ -59,6 +64,7 @@ class RolloutShape:
     observation: tuple[int, ...]
     observation_dtype: str
     action: tuple[int, ...]
+    bounds: Bounds = ()  # of what is discrete
 
     def unpack(self, message: Message) -> Rollout:
         """The rollout in `message`; BadMessage names the array that is not as agreed."""
@@ -73,7 +79,7 @@ class RolloutShape:
         _check_dtypes(message, self.observation_dtype, continuous=bool(self.action))
         self._check_finals(message)
         _check_agree(message, "episode_returns", "episode_lengths")
-        _check_finite(message)
+        _check_values(message, self.bounds)
         return Rollout(**dict(message.arrays), version=message.version)
 
     def _check_finals(self, message: Message) -> None:
@@ -98,6 +104,7 @@ class EpisodesShape:
     observation: tuple[int, ...]
     observation_dtype: str
     action: tuple[int, ...]
+    bounds: Bounds = ()
 
     def unpack(self, message: Message) -> Episodes:
         """The episodes in `message`; BadMessage names what is not as agreed."""
@@ -111,7 +118,7 @@ class EpisodesShape:
         _check_dtypes(message, self.observation_dtype, continuous=bool(self.action))
         _check_agree(message, "returns", "lengths")
         _check_agree(message, "episode_returns", "episode_lengths")
-        _check_finite(message)
+        _check_values(message, self.bounds)
         lengths, steps = arrays["lengths"], message.meta.get("steps")
         if (lengths < 1).any() or (lengths > count).any() or lengths.sum() != count:
             raise BadMessage(f"{who}: the lengths of its episodes do not sum to the {count} steps of them")
@@ -158,6 +165,19 @@ def _check_agree(message: Message, returns: str, lengths: str) -> None:
         raise BadMessage(f"{message.sender}: {returns} {list(one.shape)} and {lengths} do not agree")
 
 
+def _check_values(message: Message, bounds: Bounds) -> None:
+    """An action that there is not would end the learner, as would a time that is none."""
+    _check_finite(message)
+    for name, lowest, highest in bounds:
+        array = message.arrays.get(name)
+        if array is not None and array.size and not lowest <= array.min() <= array.max() <= highest:
+            found = f"{array.min()} to {array.max()}"
+            raise BadMessage(f"{message.sender}: {name} are {found}, where there are {lowest} to {highest}")
+    for name, value in message.meta.items():
+        if name.endswith("_s") and (isinstance(value, bool | str) or not 0.0 <= value < 2**53):
+            raise BadMessage(f"{message.sender}: {name} is {value!r}, which is no time")
+
+
 def _check_finite(message: Message) -> None:
     for name, array in message.arrays.items():
         if array.dtype.kind == "f" and not np.isfinite(array).all():
@@ -172,3 +192,21 @@ def pack_weights(weights: Array, run: str, sender: str, version: int, meta: Mapp
     """Weights on their way down. `meta` says how many messages of each sender are in them, and "progress" how much of
     the training is done, since those who only play have schedules too."""
     return Message("weights", run, sender, version=version, meta=meta, arrays={"weights": weights})
+
+
+def check_weights(message: Message, run: str, count: int) -> None:
+    """Nothing but `count` weights of `run` passes: who plays trusts a learner beyond a broker no more than it them."""
+    _check_names(message, "a publication of weights", ("weights",))
+    weights, who = message.arrays["weights"], message.sender
+    if message.run != run:
+        raise BadMessage(f"{who}: weights of run {message.run!r}, this is {run!r}")
+    if weights.shape != (count,) or weights.dtype != np.float32:
+        raise BadMessage(f"{who}: weights are {list(weights.shape)} {weights.dtype}, not {[count]} float32")
+    _check_finite(message)
+    for name, most in (("progress", 1.0), ("rest_s", MOST_REST_S)):
+        value = message.meta.get(name, 0.0)
+        if isinstance(value, bool | str) or not 0.0 <= value <= most:
+            raise BadMessage(f"{who}: {name} is {value!r}, not 0 to {most:g}")
+    rollouts = message.meta.get("rollouts", 1)
+    if type(rollouts) is not int or not 1 <= rollouts <= MOST_ROLLOUTS:
+        raise BadMessage(f"{who}: rollouts is {rollouts!r}, not 1 to {MOST_ROLLOUTS}")

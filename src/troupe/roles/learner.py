@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 import time
 from collections.abc import Callable, Iterator
 
@@ -9,7 +10,7 @@ from troupe.errors import BadMessage
 from troupe.ports import Algorithm, Exchange, Ledger, Mailbox
 from troupe.roles.cargo import Cargo, pack_weights
 from troupe.roles.learn import learn
-from troupe.types import Episodes, Pace, Rollout
+from troupe.types import Episodes, Pace, Rollout, Scalar
 
 
 def learner(
@@ -22,15 +23,20 @@ def learner(
     shape: Cargo,
     name: str = "learner",
     pace: Callable[[], Pace] = Pace,
+    max_lag: int = 0,
 ) -> Iterator[None]:
-    """Each turn one message, or a short wait for one. `pace` says how much actors shall send."""
+    """Each turn one message, or a short wait for one. `pace` says how much actors shall send; `max_lag` how many
+    versions old what they played may be, 0 any."""
     parameters = algorithm.parameters
-    merged: dict[str, tuple[int, int]] = {}  # sender -> its incarnation, and which of its messages was remembered last
+    merged: dict[str, tuple[int, int]] = {}  # sender -> its incarnation, and which of its messages was done with last
+    life = secrets.token_hex(4)  # of this process: whoever takes over knows nothing of what this one was sent
 
     def publish(progress: float) -> None:
         learned = {f"{sender}.{life}": sequence for sender, (life, sequence) in merged.items()}
         asked = pace()
-        meta = {**learned, "progress": progress, "rollouts": asked.rollouts, "rest_s": asked.rest_s}
+        meta: dict[str, Scalar] = {
+            **learned, "progress": progress, "rollouts": asked.rollouts, "rest_s": asked.rest_s, "life": life,
+        }  # fmt: skip
         mailbox.publish("weights", pack_weights(parameters.weights(), run, name, parameters.version, meta))
 
     publish(ledger.progress())
@@ -42,9 +48,15 @@ def learner(
             try:
                 if message.run != run:
                     raise BadMessage(f"{message.sender} plays for run {message.run!r}, this is {run!r}")
+                merged[message.sender] = message.incarnation, message.sequence  # refused or not: it is not waited for
                 played = shape.unpack(message)
+                age = parameters.version - played.version
+                if max_lag and age > max_lag:
+                    played = None
+                    raise BadMessage(f"{message.sender}: played {age} versions ago, over --max-lag {max_lag}")
             except BadMessage as e:
                 ledger.rejected(message, str(e))
+                publish(ledger.progress())
         arrived, parsed_s = time.perf_counter(), time.thread_time() - busy
         ledger.spent("parse", parsed_s)
         ledger.spent("wait", max(0.0, arrived - begin - parsed_s))
@@ -52,7 +64,6 @@ def learner(
             yield
             continue
         ledger.played(played, message)
-        merged[message.sender] = message.incarnation, message.sequence
         progress = ledger.progress()
         algorithm.anneal(progress)
         algorithm.remember(played)

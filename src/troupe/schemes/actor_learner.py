@@ -18,7 +18,7 @@ class ActorLearner:
 
     def refuses(self, config: Config, algorithm: Any) -> str | None:
         """Goes with every algorithm that is here: each says by how many rollouts its actors may be behind."""
-        return one_memory(config) or unused_options(config, allowed=set())
+        return one_memory(config) or unused_options(config, allowed={"max_lag"})
 
     def parts(self, config: Config) -> list[Part]:
         """One actor a worker."""
@@ -34,4 +34,5 @@ class ActorLearner:
         return learner(
             company.algorithm, apply_here, company.mailbox, company.ledger, run=company.run, shape=company.shape,
             name=company.config.name if company.config.share else "learner", pace=company.pace,
+            max_lag=company.config.max_lag,
         )  # fmt: skip

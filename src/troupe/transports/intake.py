@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import time
 from collections import deque
 from collections.abc import Callable
@@ -11,6 +12,7 @@ from troupe.transports.lanes import Lane
 from troupe.transports.office import Office
 from troupe.transports.receipts import Receipts
 from troupe.transports.topology import Delivery
+from troupe.transports.tries import Tries
 from troupe.transports.wire import Wire
 from troupe.types import Message
 
@@ -18,8 +20,14 @@ from troupe.types import Message
 class Intake:
     """What a queue delivered: handed out in its order, and settled when the next is asked for."""
 
-    def __init__(self, office: Office, bury: Callable[[Delivery, str], None] = lambda delivery, why: None) -> None:
+    def __init__(
+        self,
+        office: Office,
+        bury: Callable[[Delivery, str], None] = lambda delivery, why: None,
+        tries: Tries | None = None,
+    ) -> None:
         self.receipts = Receipts()
+        self._tries = tries or Tries(None)
         self.wire: Wire  # set before it is started
         self._office, self._bury = office, bury
         self._waiting: deque[Delivery] = deque()
@@ -53,6 +61,8 @@ class Intake:
         """The next message that is to be delivered; the one before it is done with."""
         if self._held is not None:
             self.wire.settle(self._held)
+            if self._held.redelivered:
+                self._tries.done(_key(self._held))
             self._held = None
         while True:
             with self.wire.condition:
@@ -67,10 +77,21 @@ class Intake:
                 self._bury(delivery, str(error))
                 self.wire.settle(delivery, reject=True)
                 continue
-            if self.receipts.accept(message, len(delivery.body), redelivered=delivery.redelivered):
+            if not self.receipts.accept(message, len(delivery.body), redelivered=delivery.redelivered):
+                self.wire.settle(delivery)
+            elif delivery.redelivered and not self._tries.begin(_key(delivery)):
+                why = f"{message.sender}: its message {message.sequence} ended whoever began it, again and again"
+                self.receipts.poison(len(delivery.body), why)
+                self._bury(delivery, why)
+                self.wire.settle(delivery, reject=True)
+            else:
                 self._held = delivery
                 return message
-            self.wire.settle(delivery)
+
+
+def _key(delivery: Delivery) -> str:
+    """The same of two deliveries of one message."""
+    return hashlib.blake2b(delivery.body, digest_size=16).hexdigest()
 
 
 def why_not(to: str, lane: Lane, wire: Wire, timeout_s: float) -> str:

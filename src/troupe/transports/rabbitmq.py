@@ -11,6 +11,7 @@ import secrets
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any, Final
 
 from troupe.errors import BadMessage, PeerLost, UserError
@@ -21,6 +22,7 @@ from troupe.transports.lanes import Lane, Parcel
 from troupe.transports.office import DESK, DONE, EVERYBODY, HELLO, LEARNERS, QUESTION, REPLY_TO, Office, checked, unseal
 from troupe.transports.rabbit_worker import LinkSpec, RabbitMailbox
 from troupe.transports.topology import Binding, Consumer, Delivery, Exchange, Queue, Topology
+from troupe.transports.tries import Tries
 from troupe.transports.wire import Wire
 from troupe.types import Message
 
@@ -45,8 +47,9 @@ class RabbitHub:
     """Made by the learner: the run's objects on the broker, and a mailbox of its own.
 
     At most one learner leads a run; others may share it, that is race for its data and publish under their own names.
-    `topics` are what may be published, with the bytes of the largest message of each. `timeout_s` is how long a
-    broker that is not there is waited for.
+    `topics` are what may be published, with the bytes of the largest message of each. `tries` is the file that tells
+    the next process which messages this one may have died of. `timeout_s` is how long a broker that is not there is
+    waited for.
     """
 
     def __init__(
@@ -62,6 +65,7 @@ class RabbitHub:
         prefetch: int = 4,
         max_message_bytes: int = MAX_MESSAGE_BYTES,
         share: bool = False,
+        tries: Path | None = None,
         timeout_s: float = 5.0,
     ) -> None:
         self.name, self.topics = checked(name, "learner"), dict(topics or {})
@@ -74,7 +78,7 @@ class RabbitHub:
             address, f"troupe {run} {name}", publishing=self._publishing, consuming=self._consuming,
             on_up=self._came_up, on_locked=self._locked_out,
         )  # fmt: skip
-        self._mailbox = HubMailbox(self.name, self.office, self.topics, self._wire)
+        self._mailbox = HubMailbox(self.name, self.office, self.topics, self._wire, Tries(tries))
         try:
             self._wire.start(timeout_s)
         except Locked:
@@ -124,10 +128,14 @@ class RabbitHub:
         """Tell every worker, now and later, to stop."""
         self._mailbox.finish()
 
-    def close(self) -> None:
-        """Leave, and delete what the run has on the broker unless another learner shares it; dead letters stay."""
+    def close(self, *, keep: bool = False) -> None:
+        """Leave, and delete what the run has on the broker unless another learner shares it; dead letters stay.
+
+        With `keep` all of it stays, for whoever leads the run next: also what was given to us and is not finished.
+        """
         if self._wire.up and not self._wire.blocked:
             self._wire.flush(_FLUSH_S)
+        if self._wire.up and not self._wire.blocked and not keep:
             dead = self.office.dead_queue().name
             private = [self.office.private_queue(name).name for name in list(self._private)]
             self._wire.delete_unused([self.office.data_queue().name, dead, *private], _FLUSH_S, unless_filled=dead)
@@ -187,9 +195,9 @@ class RabbitHub:
 class HubMailbox:
     """The `ports.Mailbox` of a learner."""
 
-    def __init__(self, name: str, office: Office, topics: Mapping[str, int], wire: Wire) -> None:
+    def __init__(self, name: str, office: Office, topics: Mapping[str, int], wire: Wire, tries: Tries) -> None:
         self.name = name
-        self.intake = Intake(office, self._bury)
+        self.intake = Intake(office, self._bury, tries)
         self.intake.wire = wire
         self.receipts = self.intake.receipts
         self.damaged: deque[str] = deque(maxlen=_REQUESTS)  # what the wire's thread found, until it is counted

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Any, Final
 
 from troupe.types import Message
 
+_COUNTS: Final = ("messages", "bytes", "duplicates", "stale", "lost", "corrupted", "poisoned")
 _GAPS: Final = 1024  # numbers of a sender that are remembered as missing
 
 
@@ -24,6 +25,7 @@ class Receipts:
     stale: int = 0  # of an incarnation older than the newest seen: not delivered
     lost: int = 0  # gaps in the sequence of an incarnation
     corrupted: int = 0  # records or frames that were damaged: not delivered
+    poisoned: int = 0  # that ended every process they were given to: not delivered again
     last_damage: str = ""  # what was wrong with the newest of those frames
     _newest: dict[str, tuple[int, int]] = field(default_factory=dict, repr=False)  # sender -> incarnation, sequence
     _gaps: dict[str, set[int]] = field(default_factory=dict, repr=False)  # sender -> numbers that did not come
@@ -52,6 +54,28 @@ class Receipts:
         self.messages += 1
         self.bytes += size
         return True
+
+    def poison(self, size: int, why: str) -> None:
+        """The message of `size` bytes that was accepted last is not delivered after all."""
+        self.messages -= 1
+        self.bytes -= size
+        self.poisoned += 1
+        self.last_damage = why
+
+    def state(self) -> dict[str, Any]:
+        """All of it, for a checkpoint: what is merged after it and not saved will show as lost."""
+        return {
+            "counts": {name: getattr(self, name) for name in _COUNTS},
+            "newest": {sender: list(newest) for sender, newest in self._newest.items()},
+            "gaps": {sender: sorted(gaps) for sender, gaps in self._gaps.items()},
+        }
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Go on counting where `state` was taken."""
+        for name in _COUNTS:
+            setattr(self, name, int(state["counts"].get(name, 0)))
+        self._newest = {sender: (int(life), int(number)) for sender, (life, number) in state["newest"].items()}
+        self._gaps = {sender: set(gaps) for sender, gaps in state["gaps"].items()}
 
     def _miss(self, sender: str, first: int, end: int) -> None:
         if first == end:
