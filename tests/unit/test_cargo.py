@@ -277,6 +277,7 @@ def test_only_weights_of_this_run_and_network_are_played_with() -> None:
         "float64, not": (replace(good, arrays={"weights": np.ones(64)}), "r", 64),
         "progress is 1.5": (replace(good, meta={"progress": 1.5}), "r", 64),
         "rest_s is nan": (replace(good, meta={"rest_s": float("nan")}), "r", 64),
+        "rollouts is 0": (replace(good, meta={"rollouts": 0}), "r", 64),
         "has the arrays": (replace(good, arrays={}), "r", 64),
     }
     for sentence, (message, run, count) in bad.items():
