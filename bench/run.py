@@ -191,7 +191,7 @@ def parse() -> argparse.Namespace:
     options.add_argument("--cartpole-cap-s", type=float, default=60.0)
     options.add_argument("--rllib-cap-s", type=float, default=120.0)
     options.add_argument("--rllib-seeds", type=int, default=1)
-    options.add_argument("--quality-at", default="60,120", help="training seconds after which quality is measured")
+    options.add_argument("--quality-at", default="110", help="training seconds after which quality is measured")
     options.add_argument("--again", action="store_true", help="run again what is done already")
     options.add_argument("--list", action="store_true", help="only say what would be run, and how long at most")
     options.add_argument("--troupe-python", default=default_troupe_python(), help="the Python Troupe is installed in")
