@@ -10,7 +10,7 @@ from troupe.errors import BadMessage
 from troupe.ports import Algorithm, Exchange, Ledger, Mailbox
 from troupe.roles.cargo import Cargo, pack_weights
 from troupe.roles.learn import learn
-from troupe.types import Episodes, Pace, Rollout, Scalar
+from troupe.types import Episodes, Message, Pace, Rollout, Scalar
 
 
 def learner(
@@ -32,7 +32,7 @@ def learner(
     life = secrets.token_hex(4)  # of this process: whoever takes over knows nothing of what this one was sent
 
     def publish(progress: float) -> None:
-        learned = {f"{sender}.{life}": sequence for sender, (life, sequence) in merged.items()}
+        learned = {f"{sender}.{incarnation}": sequence for sender, (incarnation, sequence) in merged.items()}
         asked = pace()
         meta: dict[str, Scalar] = {
             **learned, "progress": progress, "rollouts": asked.rollouts, "rest_s": asked.rest_s, "life": life,
@@ -45,15 +45,10 @@ def learner(
         message = mailbox.receive(timeout_s=0.1)
         played: Rollout | Episodes | None = None
         if message is not None:
+            if message.run == run:  # whether it is refused or not: its sender need not wait for it
+                merged[message.sender] = message.incarnation, message.sequence
             try:
-                if message.run != run:
-                    raise BadMessage(f"{message.sender} plays for run {message.run!r}, this is {run!r}")
-                merged[message.sender] = message.incarnation, message.sequence  # refused or not: it is not waited for
-                played = shape.unpack(message)
-                age = parameters.version - played.version
-                if max_lag and age > max_lag:
-                    played = None
-                    raise BadMessage(f"{message.sender}: played {age} versions ago, over --max-lag {max_lag}")
+                played = _opened(message, run, shape, parameters.version - max_lag if max_lag else 0)
             except BadMessage as e:
                 ledger.rejected(message, str(e))
                 publish(ledger.progress())
@@ -76,3 +71,13 @@ def learner(
             publish(progress)
             ledger.spent("send", time.perf_counter() - learned)
         yield
+
+
+def _opened(message: Message, run: str, shape: Cargo, oldest: int) -> Rollout | Episodes:
+    """What is in it; BadMessage where it is of another run, not as agreed, or played with weights before `oldest`."""
+    if message.run != run:
+        raise BadMessage(f"{message.sender} plays for run {message.run!r}, this is {run!r}")
+    played = shape.unpack(message)
+    if played.version < oldest:
+        raise BadMessage(f"{message.sender}: played with version {played.version}, --max-lag wants {oldest} or newer")
+    return played
