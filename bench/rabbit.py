@@ -33,7 +33,7 @@ LUNAR, CARTPOLE = "LunarLander-v3", "CartPole-v1"
 OVER = "--via rabbitmq"
 SETTLE_S = 2.0
 BOUND_MINUTES = 5
-SLOW = "--envs 64 --workers 2 --rollout-steps 64 --round-episodes 20 --gradients 1500 --batch 4096"  # learning, that is
+SLOW = "--envs 64 --workers 2 --rollout-steps 64 --round-episodes 20 --gradients 300 --batch 4096"  # learning, that is
 FIXED = {  # the original's four experiments: shares of the goal from which an episode is taken, or cleaned
     "1": "--take 0 --clean -2 --seed 1",
     "2": "--take 0 --clean -2 --seed 2",
@@ -71,7 +71,9 @@ def jobs(seeds: int) -> list[Job]:
             found.append(Job("ppo", f"{via}-{seed}", (f"{LUNAR} --algo ppo --workers 1 --via {via} {end}",)))
     both = f"{LUNAR} --algo elite --workers 1 {OVER}", f"{CARTPOLE} --algo impala --scheme actor-learner {OVER}"
     found += [Job("both", str(seed), tuple(f"{run} --seed {seed}" for run in both)) for seed in range(1, seeds + 1)]
-    found.append(Job("starved", "ppo", (f"{LUNAR} --algo ppo --workers 2 {OVER} --until minutes=1",)))
+    for algo in ("ppo", "impala", "dqn"):
+        play = f"{LUNAR} --algo {algo} --scheme actor-learner --workers 2 {OVER} --until minutes=0.5"
+        found.append(Job("starved", algo, (play,)))
     slow = f"{LUNAR} --algo elite {SLOW} {OVER} --queue 64"
     found += [
         Job("bound", "lossless", (f"{slow} --until minutes={BOUND_MINUTES}",), watch=True),
@@ -106,26 +108,29 @@ def run(job: Job, node: broker.Node) -> dict[str, Any]:
 
 
 def watched(begun: list[subprocess.Popen[bytes]], root: int) -> dict[str, Any]:
-    """Every process's memory while they run, the broker's included: MiB after a minute and at the end."""
+    """Every process's memory while they run, the broker's included: MiB, and MiB a minute from the second one on."""
     series: dict[str, list[tuple[float, float]]] = defaultdict(list)
     members: set[int] = set()
     start = time.monotonic()
     while any(process.poll() is None for process in begun):
         members = tree(root, members) - {root}
         for pid in members:
-            if pss := rollup_bytes(pid)[0]:
-                series[f"{name_of(pid)} {pid}"].append((time.monotonic() - start, pss / 2**20))
+            if rss := rollup_bytes(pid)[1]:
+                series[f"{name_of(pid)} {pid}"].append(((time.monotonic() - start) / 60, rss / 2**20))
         time.sleep(1.0)
-    end = time.monotonic() - start
+    end = (time.monotonic() - start) / 60
     rows = {}
     for name, points in series.items():
-        late = [mib for second, mib in points if 60 <= second <= end - 5]
+        late = [(minute, mib) for minute, mib in points if 1 <= minute <= end - 0.1]
         if len(late) > 60:  # of those that lived through it
-            tenth = len(late) // 10
-            first, last = statistics.median(late[:tenth]), statistics.median(late[-tenth:])
-            minutes = len(late) * 0.9 / 60
-            rows[name] = {"first_mib": round(first, 1), "last_mib": round(last, 1), "peak_mib": round(max(late), 1)}
-            rows[name]["mib_per_minute"] = round((last - first) / minutes, 2)
+            minutes, mib = zip(*late, strict=True)
+            slope = statistics.linear_regression(minutes, mib).slope
+            rows[name] = {
+                "first_mib": round(mib[0], 1),
+                "last_mib": round(mib[-1], 1),
+                "mib_per_minute": round(slope, 2),
+            }
+            rows[name]["series"] = [round(one) for one in mib[::15]]
     return rows
 
 
@@ -198,7 +203,10 @@ def table(records: dict[str, dict[str, Any]]) -> str:
             row(f"the fixed rule, experiment {key[-1]}", f"{figures}, mean of training {one['last_returns_mean']}")
     for key, record in records.items():
         for name, memory in record.get("memory", {}).items():
-            row(f"{key}: memory of {name}", f"{memory['first_mib']} to {memory['last_mib']} MiB")
+            row(
+                f"{key}: RSS of {name}",
+                f"{memory['first_mib']} to {memory['last_mib']} MiB, {memory['mib_per_minute']} a minute",
+            )
     return "\n".join(lines) + "\n"
 
 

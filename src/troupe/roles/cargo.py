@@ -14,9 +14,9 @@ from troupe.types import Array, Episodes, Message, Rollout, Scalar
 _ROLLOUT = tuple(name for name in Rollout.__slots__ if name != "version")
 _EPISODES = tuple(name for name in Episodes.__slots__ if name not in ("version", "steps"))
 _DTYPES = {
-    **dict.fromkeys(("terminated", "truncated", "valid"), "bool"),
-    **dict.fromkeys(("log_probs", "rewards", "credits", "episode_returns", "returns"), "float32"),
-    **dict.fromkeys(("final_index", "episode_lengths", "lengths"), "int64"),
+    **dict.fromkeys(("terminated", "truncated", "valid"), np.dtype(bool)),
+    **dict.fromkeys(("log_probs", "rewards", "credits", "episode_returns", "returns"), np.dtype(np.float32)),
+    **dict.fromkeys(("final_index", "episode_lengths", "lengths"), np.dtype(np.int64)),
 }
 
 
@@ -150,12 +150,12 @@ def _check_shapes(message: Message, expected: Mapping[str, tuple[int, ...]]) -> 
 
 def _check_dtypes(message: Message, observation_dtype: str, *, continuous: bool) -> None:
     own = {
-        **dict.fromkeys(("observations", "final_observations"), observation_dtype),
-        "actions": "float32" if continuous else "int64",
+        **dict.fromkeys(("observations", "final_observations"), np.dtype(observation_dtype)),
+        "actions": np.dtype(np.float32 if continuous else np.int64),
     }
     for name, array in message.arrays.items():
         dtype = own.get(name) or _DTYPES[name]
-        if str(array.dtype) != dtype:
+        if array.dtype != dtype:
             raise BadMessage(f"{message.sender}: {name} are {array.dtype}, not {dtype}")
 
 

@@ -30,7 +30,7 @@ class Intake:
         self._tries = tries or Tries(None)
         self.wire: Wire  # set before it is started
         self._office, self._bury = office, bury
-        self._waiting: deque[Delivery] = deque()
+        self._waiting: deque[tuple[Delivery, Message | BadMessage]] = deque()
         self._held: Delivery | None = None
 
     def __len__(self) -> int:
@@ -42,11 +42,15 @@ class Intake:
         return bool(self._waiting)
 
     def take(self, delivery: Delivery) -> None:
-        """In the wire's thread."""
+        """In the wire's thread, where it is read too: that costs whoever learns nothing."""
+        try:
+            read: Message | BadMessage = self._office.unseal(delivery)
+        except BadMessage as error:
+            read = error
         with self.wire.condition:
-            while self._waiting and self._waiting[0].epoch != delivery.epoch:
+            while self._waiting and self._waiting[0][0].epoch != delivery.epoch:
                 self._waiting.popleft()  # the broker delivers again what came by a connection that is lost
-            self._waiting.append(delivery)
+            self._waiting.append((delivery, read))
             self.wire.condition.notify_all()
 
     def receive(self, timeout_s: float, wait: Callable[[Callable[[], bool], float], bool]) -> Message | None:
@@ -68,16 +72,13 @@ class Intake:
             with self.wire.condition:
                 if not self._waiting:
                     return None
-                delivery = self._waiting.popleft()
-            try:
-                message = self._office.unseal(delivery)
-            except BadMessage as error:
+                delivery, message = self._waiting.popleft()
+            if isinstance(message, BadMessage):
                 self.receipts.corrupted += 1
-                self.receipts.last_damage = str(error)
-                self._bury(delivery, str(error))
+                self.receipts.last_damage = str(message)
+                self._bury(delivery, str(message))
                 self.wire.settle(delivery, reject=True)
-                continue
-            if not self.receipts.accept(message, len(delivery.body), redelivered=delivery.redelivered):
+            elif not self.receipts.accept(message, len(delivery.body), redelivered=delivery.redelivered):
                 self.wire.settle(delivery)
             elif delivery.redelivered and not self._tries.begin(_key(delivery)):
                 why = f"{message.sender}: its message {message.sequence} ended whoever began it, again and again"
