@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import time
 from collections.abc import Callable, Iterator
@@ -181,4 +182,5 @@ def evaluator(
             )  # fmt: skip
             mailbox.send("desk", answer, timeout_s=30.0)
             sequence += 1
+            gc.collect()  # environments may hold themselves in a circle: of a hundred landers, 10 MB would stay each time
         yield
