@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import math
+import weakref
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -226,3 +228,29 @@ def test_the_role_answers_each_candidate_once_with_its_own_weights() -> None:
         next(loop)
         assert desk.receive(0.0) is None
     assert len(beats) > 8
+
+
+def test_nothing_is_left_of_the_environments_of_an_evaluation() -> None:
+    hub, algorithm, made = MemoryHub(), Player(), []
+
+    def circular() -> Seeded:
+        env = Seeded()
+        env.myself = env  # type: ignore[attr-defined]  # as a lander and its contact listener do
+        Seeded.made.clear()
+        made.append(weakref.ref(env))
+        return env
+
+    desk, mine = hub.mailbox("desk"), hub.mailbox("evaluator")
+    loop = evaluator(
+        algorithm, circular, mine, np.random.default_rng(0), run="r", incarnation=0, greedy=True,  # type: ignore[arg-type]
+    )  # fmt: skip
+    meta = {"steps": 0, "episodes": 4, "give_up_below": -math.inf}
+    gc.disable()
+    try:
+        desk.publish(
+            "candidate", Message("candidate", "r", "desk", 0, 0, 1, meta, {"weights": np.zeros(3, np.float32)})
+        )
+        next(loop)
+    finally:
+        gc.enable()
+    assert len(made) == 4 and not any(env() for env in made)

@@ -182,5 +182,5 @@ def evaluator(
             )  # fmt: skip
             mailbox.send("desk", answer, timeout_s=30.0)
             sequence += 1
-            gc.collect()  # environments may hold themselves in a circle: of a hundred landers, 10 MB would stay each time
+            gc.collect()  # environments hold themselves in circles: of a hundred landers 10 MB would stay each time
         yield
