@@ -22,7 +22,7 @@ debian:
 	|| (apt-get update -qq && apt-get install -y -qq strace openssl rabbitmq-server)
 
 test: setup debian
-	$(BIN)/python -m pytest -n 2 --dist loadgroup
+	$(BIN)/python -m pytest
 
 check: setup
 	$(BIN)/ruff check src tests bench

@@ -15,13 +15,6 @@ if TYPE_CHECKING:
     from command import Command, Run
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Whatever kills, counts processes or needs the broker runs one after another, beside all the rest (`-n 2`)."""
-    for item in items:
-        if "faults" in item.path.parts or "node" in getattr(item, "fixturenames", ()):
-            item.add_marker(pytest.mark.xdist_group("faults"))
-
-
 @pytest.fixture(scope="session")
 def session_node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[broker.Node]:
     """A RabbitMQ node of this session's own; run names keep the tests apart."""
