@@ -35,10 +35,10 @@ SETTLE_S = 2.0
 BOUND_MINUTES = 5
 SLOW = "--envs 64 --workers 2 --rollout-steps 64 --round-episodes 20 --gradients 300 --batch 4096"  # learning, that is
 FIXED = {  # the original's four experiments: shares of the goal from which an episode is taken, or cleaned
-    "1": "--take 0 --clean -2 --seed 1",
-    "2": "--take 0 --clean -2 --seed 2",
-    "3": "--take 0.5 --clean -0.25",
-    "4": "--take 0.75 --clean 0.75",
+    "1": "--take 0 --clean -2 --seed 1 --until minutes=3",
+    "2": "--take 0 --clean -2 --seed 2 --until minutes=1",
+    "3": "--take 0.5 --clean -0.25 --until minutes=3",
+    "4": "--take 0.75 --clean 0.75 --until minutes=1",
 }
 RANDOM = "--explorers 0.25 --temperature 100"  # some of its workers played at random
 
@@ -81,7 +81,7 @@ def jobs(seeds: int) -> list[Job]:
         Job("bound", "lossless", (f"{slow} --until minutes={BOUND_MINUTES}",), watch=True),
         Job("bound", "quick", (f"{LUNAR} --algo elite {SLOW.partition('--round')[0]} {OVER} --until minutes=0.5",)),
     ]
-    rule = f"{LUNAR} --algo elite --rule fixed {RANDOM} --workers 1 {OVER} --until minutes=1"
+    rule = f"{LUNAR} --algo elite --rule fixed {RANDOM} --workers 1 {OVER}"
     found += [Job("fixed", name, (f"{rule} {options}",)) for name, options in FIXED.items()]
     return found
 
