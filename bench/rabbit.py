@@ -15,7 +15,6 @@ import os
 import shlex
 import statistics
 import subprocess
-import sys
 import tempfile
 import time
 from collections import defaultdict
@@ -24,11 +23,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from kills import journal
 from memory import rollup_bytes, tree
 from troupe import broker
+from troupe_run import troupe_command
 
 RESULTS = Path(__file__).resolve().parent / "results" / "rabbit"
-TROUPE = str(Path(sys.executable).with_name("troupe"))
 LUNAR, CARTPOLE = "LunarLander-v3", "CartPole-v1"
 OVER = "--via rabbitmq"
 SETTLE_S = 2.0
@@ -93,7 +93,7 @@ def run(job: Job, node: broker.Node) -> dict[str, Any]:
         begun = [
             stack.enter_context(
                 subprocess.Popen(
-                    [TROUPE, "train", *shlex.split(words), "--name", f"run-{number}", "--quiet"],
+                    [troupe_command(), "train", *shlex.split(words), "--name", f"run-{number}", "--quiet"],
                     env=environment, stdin=subprocess.DEVNULL, start_new_session=True,
                 )
             )
@@ -146,7 +146,7 @@ def name_of(pid: int) -> str:
 
 def read(path: Path) -> dict[str, Any]:
     """A run's figures, from its journal."""
-    events = [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")]
+    events = journal(path)
     of = {kind: [e for e in events if e["kind"] == kind] for kind in ("progress", "eval", "solved", "end", "rejected")}
     last, solved, end = of["progress"][-1:], of["solved"], of["end"][-1:]
     carriers = [event["carrier"] for event in of["progress"] if "carrier" in event]

@@ -149,14 +149,14 @@ def _check_shapes(message: Message, expected: Mapping[str, tuple[int, ...]]) -> 
 
 
 def _check_dtypes(message: Message, observation_dtype: str, *, continuous: bool) -> None:
-    own = {
+    agreed = {
+        **_DTYPES,
         **dict.fromkeys(("observations", "final_observations"), np.dtype(observation_dtype)),
         "actions": np.dtype(np.float32 if continuous else np.int64),
     }
     for name, array in message.arrays.items():
-        dtype = own.get(name) or _DTYPES[name]
-        if array.dtype != dtype:
-            raise BadMessage(f"{message.sender}: {name} are {array.dtype}, not {dtype}")
+        if array.dtype != agreed[name]:
+            raise BadMessage(f"{message.sender}: {name} are {array.dtype}, not {agreed[name]}")
 
 
 def _check_agree(message: Message, returns: str, lengths: str) -> None:
